@@ -1,0 +1,57 @@
+"""Which nodes may share memory with which: views, followed to the value that owns the storage."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fsdp_passes.ir.nodes import operand
+
+# Their schemas declare a fresh result, but it is the input's storage (always, or when strides allow).
+_UNDECLARED_VIEWS = (
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.contiguous.default,
+)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result may alias the first argument."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(operand(node))
+    if node.target in _UNDECLARED_VIEWS:
+        return True
+    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    alias = returns[0].alias_info if returns else None
+    return alias is not None and not alias.is_write
+
+
+def source(node: fx.Node) -> fx.Node:
+    """The node whose storage `node` may share: itself unless it is a view."""
+    while is_view(node):
+        node = operand(node)
+    return node
+
+
+def views_of(node: fx.Node) -> Iterator[fx.Node]:
+    """All views of `node`, views of views included, each once, users after what they view."""
+    found: dict[fx.Node, None] = {}
+    pending = [node]
+    while pending:
+        viewed = pending.pop(0)
+        for user in viewed.users:
+            if is_view(user) and user.args[0] is viewed and user not in found:
+                found[user] = None
+                pending.append(user)
+    yield from found
+
+
+def readers_of(node: fx.Node) -> set[fx.Node]:
+    """Nodes that compute with `node` or a view of it; views themselves compute nothing."""
+    aliases = [node, *views_of(node)]
+    return {user for alias in aliases for user in alias.users} - set(aliases)

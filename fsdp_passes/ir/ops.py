@@ -1,0 +1,154 @@
+"""The operators that the package adds to torch, and the lane in which each is printed.
+
+Captured graphs contain two of them, both plain functions of tensors:
+
+    full = unshard(shard, world_size, dtype, reshard=True)     1-D piece of each rank -> the whole flat group
+    grad = reduce_grad(full_grad, shard, world_size)           gradient of the whole -> mean gradient of the piece
+
+No unit name, rank or process group is an argument, so that equal blocks give equal graphs on every rank:
+kernels find the owner of a shard (its flat group) through the shard's storage.
+
+Scheduled graphs contain the others. They are never called: the plan says what each one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "fsdp_opt"
+_OWNER = "_fsdp_passes_owner"
+
+
+class ShardOwner(Protocol):
+    """What a kernel needs of the flat group that a shard belongs to; `unit` is its name, for readers."""
+
+    unit: str
+
+    def gather(self, dtype: torch.dtype) -> Tensor:
+        """The whole flat group: 1-D, `dtype`, full elements, readable at once."""
+
+    def reduce(self, full_grad: Tensor) -> Tensor:
+        """Mean over ranks of this rank's piece of `full_grad`: 1-D, the shard's dtype."""
+
+    def accumulate_eagerly(self, full_grad: Tensor) -> None:
+        """Add one backward's gradient of the whole; reduced when that backward ends, if it synchronises."""
+
+
+@dataclass(frozen=True)
+class ShardInput:
+    """Fact on a placeholder: it is a shard; `unit` names the unit of the first call's model, for readers only."""
+
+    unit: str
+
+
+def set_owner(shard: Tensor, owner: ShardOwner) -> None:
+    """Remember `owner` on the storage, so that it survives `detach` and saving for backward."""
+    setattr(shard.untyped_storage(), _OWNER, owner)
+
+
+def is_shard(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and type(tensor) in (Tensor, torch.nn.Parameter) and _has_owner(tensor)
+
+
+def _has_owner(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and hasattr(tensor.untyped_storage(), _OWNER)
+
+
+def owner_of(shard: Tensor) -> ShardOwner:
+    """The flat group of `shard`; RuntimeError when something replaced the shard by a copy."""
+    if not _has_owner(shard):
+        raise RuntimeError(
+            "fsdp_passes: expected a shard made by fsdp_passes.shard(), got a plain tensor of shape "
+            f"{tuple(shard.shape)}; a saved-tensor hook that copies parameters (save_on_cpu) does this"
+        )
+    return cast(ShardOwner, getattr(shard.untyped_storage(), _OWNER))
+
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_library.define("unshard(Tensor shard, int world_size, ScalarType dtype, *, bool reshard=True) -> Tensor")
+_library.define("reduce_grad(Tensor full_grad, Tensor shard, int world_size) -> Tensor")
+_library.define("gather(Tensor shard, int world_size, ScalarType dtype) -> Tensor")
+_library.define("wait(Tensor(a) buffer) -> Tensor(a)")
+_library.define("release(Tensor buffer) -> ()")
+_library.define("accumulate(Tensor full_grad, Tensor shard, int[]? pieces) -> ()")
+_library.define("reduce(Tensor shard) -> ()")
+
+UNSHARD = torch.ops.fsdp_opt.unshard.default
+REDUCE_GRAD = torch.ops.fsdp_opt.reduce_grad.default
+GATHER = torch.ops.fsdp_opt.gather.default
+WAIT = torch.ops.fsdp_opt.wait.default
+RELEASE = torch.ops.fsdp_opt.release.default
+ACCUMULATE = torch.ops.fsdp_opt.accumulate.default
+REDUCE = torch.ops.fsdp_opt.reduce.default
+
+LANES: dict[Any, str] = {GATHER: "issue", REDUCE: "issue", WAIT: "wait", RELEASE: "release"}
+COMMUNICATION = frozenset({GATHER, WAIT, RELEASE, ACCUMULATE, REDUCE})
+
+
+@torch.library.impl(_library, "unshard", "CompositeExplicitAutograd")
+def _unshard(shard: Tensor, world_size: int, dtype: torch.dtype, *, reshard: bool = True) -> Tensor:
+    return owner_of(shard).gather(dtype)
+
+
+@torch.library.impl(_library, "reduce_grad", "CompositeExplicitAutograd")
+def _reduce_grad(full_grad: Tensor, shard: Tensor, world_size: int) -> Tensor:
+    return owner_of(shard).reduce(full_grad)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::unshard", lib=_library)
+def _fake_unshard(shard: Tensor, world_size: int, dtype: torch.dtype, *, reshard: bool = True) -> Tensor:
+    return shard.new_empty(shard.numel() * world_size, dtype=dtype)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::reduce_grad", lib=_library)
+def _fake_reduce_grad(full_grad: Tensor, shard: Tensor, world_size: int) -> Tensor:
+    return torch.empty_like(shard)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::gather", lib=_library)
+def _fake_gather(shard: Tensor, world_size: int, dtype: torch.dtype) -> Tensor:
+    return shard.new_empty(shard.numel() * world_size, dtype=dtype)
+
+
+@torch.library.impl(_library, "wait", "Meta")
+def _meta_wait(buffer: Tensor) -> Tensor:
+    return buffer.view_as(buffer)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::release", lib=_library)
+def _fake_release(buffer: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake(f"{NAMESPACE}::accumulate", lib=_library)
+def _fake_accumulate(full_grad: Tensor, shard: Tensor, pieces: Sequence[int] | None) -> None:
+    return None
+
+
+@torch.library.register_fake(f"{NAMESPACE}::reduce", lib=_library)
+def _fake_reduce(shard: Tensor) -> None:
+    return None
+
+
+def _save_for_unshard_backward(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Tensor) -> None:
+    shard, ctx.world_size, _ = inputs
+    ctx.save_for_backward(shard)
+
+
+def _unshard_backward(ctx: Any, full_grad: Tensor) -> tuple[Tensor | None, None, None]:
+    """Traced: one `reduce_grad` in the graph. Eager: the owner accumulates and nothing flows to the leaf."""
+    (shard,) = ctx.saved_tensors
+    if type(full_grad) is not Tensor:
+        return REDUCE_GRAD(full_grad, shard, ctx.world_size), None, None
+    owner_of(shard).accumulate_eagerly(full_grad)
+    return None, None, None
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_save_for_unshard_backward, lib=_library
+)
