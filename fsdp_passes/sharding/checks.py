@@ -1,0 +1,99 @@
+"""What `shard()` refuses, before it changes anything. Each refusal names the argument, expected and given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parameter import is_lazy
+
+from fsdp_passes._compat import root_mesh
+
+
+def check_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
+    """`mesh`, or one dimension over all ranks; ValueError when it does not fit the ranks or the model."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("mesh: expected an initialised process group (init_process_group or torchrun), got none")
+    if mesh is None:
+        return init_device_mesh(device_type, (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one dimension, got {mesh.ndim} of sizes {tuple(mesh.shape)}")
+    whole = root_mesh(mesh).size()
+    if whole != dist.get_world_size():
+        raise ValueError(
+            f"mesh: expected a mesh over all {dist.get_world_size()} ranks, or a dimension of one, "
+            f"got a mesh over {whole}"
+        )
+    if mesh.device_type != device_type:
+        raise ValueError(f"model: expected parameters on the mesh's device {mesh.device_type}, got {device_type}")
+    return mesh
+
+
+def check_model(model: nn.Module) -> None:
+    """ValueError for what sharding would get wrong."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if any(hasattr(module, "_fsdp_reads") for module in model.modules()):
+        raise ValueError("model: expected a model that is not sharded, got one that shard() has already sharded")
+    if next(model.parameters(), None) is None:
+        raise ValueError("model: expected at least one parameter, got none")
+    for name, param in model.named_parameters():
+        _check_parameter(name, param)
+    _check_devices(model)
+    ids = {id(param) for param in model.parameters()}
+    for path, module in model.named_modules():
+        _check_module(path or type(module).__name__, module, ids)
+
+
+def _check_parameter(name: str, param: torch.Tensor) -> None:
+    if is_lazy(param):
+        raise ValueError(f"model: expected initialised parameters, got lazy {name}; run one forward before shard()")
+    if type(param) not in (torch.Tensor, nn.Parameter) or param.layout is not torch.strided:
+        raise ValueError(f"model: expected plain dense parameters, got {name} of type {type(param).__name__}")
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(f"model: expected parameters without hooks, got {name} with one; register it after shard()")
+
+
+def _check_devices(model: nn.Module) -> None:
+    tensors = list(model.named_parameters()) + list(model.named_buffers())
+    device = tensors[0][1].device
+    if device.type == "meta":
+        raise ValueError(f"model: expected parameters with values, got {tensors[0][0]} on the meta device")
+    for name, tensor in tensors:
+        if tensor.device != device:
+            raise ValueError(f"model: expected everything on {device}, got {name} on {tensor.device}")
+
+
+def _check_module(path: str, module: nn.Module, params: set[int]) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"model: expected Python modules, got the TorchScript module {path}")
+    if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        raise ValueError(f"model: expected max_norm=None, got {path} with {module.max_norm}: it edits its weight")
+    if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        raise ValueError(f"model: expected dense gradients, got {path} with sparse=True")
+    for name, value in vars(module).items():
+        if name in ("_parameters", "_modules", "_buffers", "_flat_weights"):
+            continue
+        if any(id(leaf) in params for leaf in _leaves(value)):
+            raise ValueError(
+                f"model: expected parameters to be reached as attributes only, got {path}.{name}, which keeps a "
+                "reference to one: it would go on using the unsharded values"
+            )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Tensors in `value`, through lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)

@@ -1,0 +1,148 @@
+"""The gradient of one flat group, from the first backward of a window to `.grad`.
+
+    full      reduce dtype, full elements: this rank's sum over microbatches, until it is reduced
+    shard.grad  parameter dtype, shard elements: mean over ranks; `ShardedParam.grad` are views of it
+
+First write copies, later ones add, in the order of execution. The one division is by the model's divide factor
+(world size unless set), on this rank's piece of the sum, in the reduce dtype; then one cast to the shard's dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_passes.runtime.collectives import issue_reduce_scatter
+from fsdp_passes.sharding.param import ShardedParam
+from fsdp_passes.sharding.pending import PendingGrad
+
+if TYPE_CHECKING:
+    from fsdp_passes.sharding.group import FlatGroup
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A reduce-scatter in flight; `full` is kept so that nobody reuses its memory before the wait."""
+
+    work: dist.Work
+    full: Tensor
+    piece: Tensor
+    params: frozenset[int]
+
+
+class GroupGradients:
+    """Gradients of the parameters of `group`, by index; what `ShardedParam.grad` reads and writes."""
+
+    def __init__(self, group: FlatGroup) -> None:
+        self.group = group
+        self.full: Tensor | None = None
+        self.written: set[int] = set()  # parameters with a gradient in `full`
+        self.reduced: set[int] = set()  # parameters with a gradient in shard.grad
+        self.forwards = 0  # differentiated forwards since the last backward ended
+        self._in_flight: _Reduction | None = None
+        self._post_hooks: dict[int, list[Callable[[Tensor], None]]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupGradients:
+        return copy.deepcopy(self.group, memo).gradients
+
+    def accumulate(self, full_grad: Tensor, pieces: Iterable[int] | None = None) -> None:
+        """Add `full_grad` (1-D, full elements); `pieces` of the layout were differentiated (None: all)."""
+        if self.full is None:
+            self.full = full_grad.detach().to(self.group.reduce_dtype, copy=True)
+        else:
+            self.full.add_(full_grad.detach())
+        layout = self.group.layout
+        given = None if pieces is None else set(pieces)
+        self.written |= {i for i, piece in enumerate(layout.pieces) if given is None or piece in given}
+
+    def issue_reduce(self) -> None:
+        """Start the reduce-scatter of what was accumulated."""
+        assert self.full is not None and self._in_flight is None
+        full, self.full = self.full, None
+        piece = full.new_empty(self.group.layout.shard_elems)
+        work = issue_reduce_scatter(piece, full, self.group.process_group)
+        self._in_flight = _Reduction(work, full, piece, frozenset(self.written))
+        self.written = set()
+
+    def finish_reduce(self) -> None:
+        """Wait for the reduction in flight and add it to `.grad`."""
+        if self._in_flight is None:
+            return
+        reduction, self._in_flight = self._in_flight, None
+        reduction.work.wait()
+        self._add_to_shard(self._mean(reduction.piece))
+        self.reduced |= reduction.params
+        for index in reduction.params:
+            for hook in self._post_hooks.get(index, ()):
+                hook(self.group.params[index])
+
+    def reduce_now(self, full_grad: Tensor) -> Tensor:
+        """Mean over ranks of this rank's piece of `full_grad`, in the shard's dtype; nothing is remembered."""
+        full = full_grad.to(self.group.reduce_dtype)
+        piece = full.new_empty(self.group.layout.shard_elems)
+        issue_reduce_scatter(piece, full, self.group.process_group).wait()
+        return self._mean(piece)
+
+    def _mean(self, piece_sum: Tensor) -> Tensor:
+        divided = piece_sum.div_(self.group.model.gradient_divide_factor(self.group.layout.world_size))
+        return divided.to(self.group.shard.dtype)
+
+    def _add_to_shard(self, piece: Tensor) -> None:
+        shard = self.group.shard
+        if shard.grad is None:
+            shard.grad = piece
+        else:
+            shard.grad.add_(piece)
+
+    def grad_of(self, index: int) -> Tensor | None:
+        param = self.group.params[index]
+        if index in self.written:
+            return PendingGrad(param, self.group.unit)
+        if index not in self.reduced or self.group.shard.grad is None:
+            return None
+        return ShardedParam(self.group.local(self.group.shard.grad, index), param.place, is_param=False)
+
+    def set_grad(self, index: int, grad: Tensor | None) -> None:
+        """None discards what this parameter has accumulated or reduced; a tensor sharded alike replaces it."""
+        piece = grad.local.clone() if isinstance(grad, ShardedParam) else None  # it may be what is discarded
+        self._discard(index)
+        if piece is None:
+            return
+        if self.group.shard.grad is None:
+            self.group.shard.grad = torch.zeros_like(self.group.shard)
+        self.reduced.add(index)
+        self.group.local(self.group.shard.grad, index).copy_(piece)
+
+    def _discard(self, index: int) -> None:
+        if index in self.written and self.full is not None:
+            self.written.discard(index)
+            start = self.group.layout.offsets[index]
+            self.full[start : start + self.group.layout.numels[index]].zero_()
+            self.full = self.full if self.written else None
+        if index in self.reduced:
+            self.reduced.discard(index)
+            if not self.reduced:
+                self.group.shard.grad = None
+            elif self.group.shard.grad is not None:
+                self.group.local(self.group.shard.grad, index).zero_()
+
+    def add_post_hook(self, index: int, hook: Callable[[Tensor], None]) -> Any:
+        """`hook(param)` after each reduction that gave the parameter a gradient."""
+        hooks = self._post_hooks.setdefault(index, [])
+        hooks.append(hook)
+        return _HookHandle(hooks, hook)
+
+
+class _HookHandle:
+    def __init__(self, hooks: list[Callable[[Tensor], None]], hook: Callable[[Tensor], None]) -> None:
+        self._hooks, self._hook = hooks, hook
+
+    def remove(self) -> None:
+        if self._hook in self._hooks:
+            self._hooks.remove(self._hook)

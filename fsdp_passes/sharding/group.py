@@ -1,0 +1,115 @@
+"""One flat group: the parameters of a unit that share dtype and requires_grad, as one sharded buffer."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_passes.ir.ops import set_owner
+from fsdp_passes.runtime.collectives import issue_all_gather
+from fsdp_passes.sharding.gradients import GroupGradients
+from fsdp_passes.sharding.layout import Layout
+from fsdp_passes.sharding.param import Place, ShardedParam
+
+if TYPE_CHECKING:
+    from fsdp_passes.sharding.model import ShardedModel
+
+
+class FlatGroup:
+    """`shard` is a 1-D leaf of `layout.shard_elems` elements; `params` are its parameters, as views."""
+
+    def __init__(
+        self,
+        unit: str,
+        names: tuple[str, ...],
+        layout: Layout,
+        shard: nn.Parameter,
+        process_group: dist.ProcessGroup,
+        compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        reshard: bool,
+        model: ShardedModel,
+    ) -> None:
+        self.unit, self.names, self.layout = unit, names, layout
+        self.process_group = process_group
+        self.compute_dtype, self.reduce_dtype, self.reshard = compute_dtype, reduce_dtype, reshard
+        self.model = model
+        self._own(shard)
+
+    def _own(self, shard: nn.Parameter) -> None:
+        self.shard = shard
+        self.gradients = GroupGradients(self)
+        self._wire: tuple[int, Tensor] | None = None
+        self.params = [self._make_param(index) for index in range(len(self.names))]
+        set_owner(shard, self)
+
+    def _make_param(self, index: int) -> ShardedParam:
+        place = Place(
+            shape=self.layout.shapes[index],
+            offset=self.layout.offsets[index],
+            shard_elems=self.layout.shard_elems,
+            rank=self.process_group.rank(),
+            world_size=self.layout.world_size,
+            process_group=self.process_group,
+        )
+        local = _slice_of_shard(self.shard.detach(), place)
+        param = ShardedParam(local, place, requires_grad=self.shard.requires_grad)
+        param.bind(self.gradients, index)
+        return param
+
+    def local(self, flat: Tensor, index: int) -> Tensor:
+        """This rank's piece of parameter `index` in `flat`, a tensor laid out like the shard."""
+        return _slice_of_shard(flat.detach(), self.params[index].place)
+
+    def wire_shard(self, dtype: torch.dtype) -> Tensor:
+        """The shard in `dtype`; a cast is made once per change of the shard (its version counter)."""
+        if dtype == self.shard.dtype:
+            return self.shard.detach()
+        version = self.shard._version
+        if self._wire is None or self._wire[0] != version or self._wire[1].dtype != dtype:
+            self._wire = (version, self.shard.detach().to(dtype))
+        return self._wire[1]
+
+    def issue_gather(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work]:
+        """A buffer of `layout.full_elems` elements that is readable after the returned work's wait."""
+        full = torch.empty(self.layout.full_elems, dtype=dtype, device=self.shard.device)
+        return full, issue_all_gather(full, self.wire_shard(dtype), self.process_group)
+
+    def gather(self, dtype: torch.dtype) -> Tensor:
+        full, work = self.issue_gather(dtype)
+        work.wait()
+        return full
+
+    def reduce(self, full_grad: Tensor) -> Tensor:
+        """Called where another backend runs the graph: the result goes through autograd into shard.grad."""
+        self.gradients.reduced |= set(range(len(self.params)))
+        return self.gradients.reduce_now(full_grad)
+
+    def reduce_if_complete(self) -> None:
+        """Reduce at once when no other backward of this group is to come; else when the whole backward ends."""
+        if self.model.requires_sync and self.gradients.forwards == 1:
+            self.model.issue_reduce(self)
+
+    def accumulate_eagerly(self, full_grad: Tensor) -> None:
+        self.gradients.accumulate(full_grad)
+        self.model.reduce_after_backward()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatGroup:
+        """A group of its own on the same ranks; parameters copied with it stay its views."""
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        shard = nn.Parameter(self.shard.detach().clone(), requires_grad=self.shard.requires_grad)
+        memo[id(self.shard)] = shard
+        twin._own(shard)
+        memo.update((id(mine), theirs) for mine, theirs in zip(self.params, twin.params, strict=True))
+        twin.model = copy.deepcopy(self.model, memo)
+        return twin
+
+
+def _slice_of_shard(flat_shard: Tensor, place: Place) -> Tensor:
+    start = place.offset + place.start - place.rank * place.shard_elems
+    return flat_shard[start : start + place.stop - place.start] if place.stop > place.start else flat_shard[:0]

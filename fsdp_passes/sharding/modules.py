@@ -1,0 +1,143 @@
+"""Reading a sharded parameter in a module's forward.
+
+`shard()` gives each module a class of its own (same name, subclass of the old one) with a property per parameter:
+
+    traced by torch.compile   unshard -> split_with_sizes -> view, one chain a read (merged later)
+    in an eager forward       views of one gather per forward
+    anywhere else             the ShardedParam
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_passes._compat import skip_frame
+from fsdp_passes.sharding.model import ShardedModel
+from fsdp_passes.sharding.param import ShardedParam
+
+if TYPE_CHECKING:
+    from fsdp_passes.sharding.group import FlatGroup
+
+    ModuleMixin = nn.Module
+else:
+    ModuleMixin = object  # comes before the module's own class, whose base is nn.Module
+
+
+class Read:
+    """How one parameter is read. Only numbers and the shard, so that equal blocks guard, and compile, alike."""
+
+    def __init__(self, group: FlatGroup, index: int) -> None:
+        self.group, self.index = group, index
+        self.shard = group.shard
+        self.world_size = group.layout.world_size
+        self.dtype = group.compute_dtype
+        self.reshard = group.reshard
+        self.sizes = group.layout.sizes
+        self.piece = group.layout.pieces[index]
+        self.shape = tuple(group.layout.shapes[index])
+
+    def traced(self) -> Tensor:
+        full = torch.ops.fsdp_opt.unshard(self.shard, self.world_size, self.dtype, reshard=self.reshard)
+        return full.split_with_sizes(self.sizes)[self.piece].view(self.shape)
+
+
+class ShardedModule(ModuleMixin):
+    """Mixin before the module's own class. Its frames are never compiled on their own, only inlined."""
+
+    _fsdp_model: ShardedModel
+    _fsdp_reads: dict[str, Read]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._fsdp_model
+        if torch.compiler.is_compiling() or model.gathered is not None:
+            return super().__call__(*args, **kwargs)
+        model.gathered = {}
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            model.gathered = None
+
+    def named_parameters(  # type: ignore[override]  # they are no nn.Parameters in a forward
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """In a forward the values and dtypes that the forward computes with; else the ShardedParams."""
+        if not (torch.compiler.is_compiling() or self._fsdp_model.gathered is not None):
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+            return
+        seen: list[Read] = []
+        modules = self.named_modules(prefix=prefix) if recurse else [(prefix, self)]
+        for path, module in modules:
+            for name, read in getattr(module, "_fsdp_reads", {}).items():
+                if remove_duplicate and any(read is other for other in seen):
+                    continue
+                seen.append(read)
+                yield (f"{path}.{name}" if path else name), getattr(module, name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name in self._fsdp_reads and param is not self._parameters.get(name):
+            raise RuntimeError(
+                f"fsdp_passes: {type(self).__name__}.{name} is sharded and cannot be replaced (assignment, "
+                "load_state_dict(assign=True)); copy into it: p.copy_(full_tensor)"
+            )
+        super().register_parameter(name, param)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """`model.to(...)`: buffers follow; a change of the parameters' dtype or device is refused."""
+        for read in self._fsdp_reads.values():
+            _refuse_move(read.shard, fn)
+        kept, self.__dict__["_parameters"] = self._parameters, {}
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            self.__dict__["_parameters"] = kept
+
+
+def _refuse_move(shard: Tensor, fn: Any) -> None:
+    before = torch.empty(0, dtype=shard.dtype, device=shard.device)
+    after = fn(before)
+    if (after.dtype, after.device) != (before.dtype, before.device):
+        raise RuntimeError(
+            f"fsdp_passes: expected sharded parameters to stay {before.dtype} on {before.device}, got a move to "
+            f"{after.dtype} on {after.device}; call .to() before shard(), or give shard() a precision"
+        )
+
+
+def _parameter_property(name: str) -> property:
+    def get(self: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._fsdp_reads[name].traced()
+        return _read_now(self, name)
+
+    skip_frame(get)
+    return property(get)
+
+
+@torch.compiler.disable
+def _read_now(module: Any, name: str) -> Any:
+    entry = module._parameters.get(name)
+    if module._fsdp_model.gathered is None or type(entry) is not ShardedParam:
+        return entry  # outside a forward, or replaced (functional_call): what is registered
+    read = module._fsdp_reads[name]
+    return module._fsdp_model.read(read.group, read.index)
+
+
+def _rnn_weights(self: Any) -> list[Any]:
+    return [getattr(self, name) for name in self._flat_weights_names]
+
+
+def sharded_class(cls: type[nn.Module], names: tuple[str, ...], root: type | None = None) -> type[nn.Module]:
+    """A subclass of `cls` that looks like it and reads `names` from shards."""
+    body: dict[str, Any] = {name: _parameter_property(name) for name in names}
+    body |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    if issubclass(cls, nn.RNNBase):
+        body["_flat_weights"] = property(_rnn_weights, lambda self, value: None)
+    bases = (ShardedModule, cls) if root is None else (root, ShardedModule, cls)
+    return type(cls.__name__, bases, body)
+
+
+for _frame in (ShardedModule.__call__, ShardedModule.named_parameters, Read.traced):
+    skip_frame(_frame)

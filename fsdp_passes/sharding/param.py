@@ -1,0 +1,254 @@
+"""What a sharded parameter is: a tensor of the original shape that holds this rank's piece.
+
+A closed list of operators is right on pieces (param_ops.py); all others raise NeedsWholeParameter before any
+collective starts, so that no rank is left waiting. There is no `__tensor_flatten__` on purpose. Without it
+Dynamo breaks the graph where model code computes with `parameters()` in forward (right, eagerly) and still
+reads `.dtype` and `.shape`; and `module.to()` goes through `.data`, which is guarded, and not through a swap.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_passes import _compat
+
+
+class NeedsWholeParameter(RuntimeError):
+    """Elements of other ranks are needed. No TypeError: Python would make NotImplemented of `p - x`."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies in the flat buffer of its group.
+
+    shape: of the parameter. offset: of its first element in the flat buffer. shard_elems: elements of the
+    flat buffer that each rank owns; rank r owns [r * shard_elems, (r + 1) * shard_elems).
+    """
+
+    shape: torch.Size
+    offset: int
+    shard_elems: int
+    rank: int
+    world_size: int
+    process_group: dist.ProcessGroup
+
+    def piece(self, rank: int) -> tuple[int, int]:
+        """Elements [start, stop) of the flattened parameter that `rank` holds; start == stop when none."""
+        numel, first = self.shape.numel(), rank * self.shard_elems - self.offset
+        return min(max(first, 0), numel), min(max(first + self.shard_elems, 0), numel)
+
+    @property
+    def start(self) -> int:
+        return self.piece(self.rank)[0]
+
+    @property
+    def stop(self) -> int:
+        return self.piece(self.rank)[1]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+        return self  # a process group cannot be copied, and nothing here changes
+
+
+class GradStore(Protocol):
+    """Where bound parameters keep their gradients, by the parameter's index.
+
+    A deep copy of it puts a copy of each of its parameters into the memo.
+    """
+
+    def grad_of(self, index: int) -> Tensor | None: ...
+
+    def set_grad(self, index: int, grad: Tensor | None) -> None: ...
+
+    def add_post_hook(self, index: int, hook: Callable[[Tensor], None]) -> Any: ...
+
+
+class ShardedParam(Tensor):
+    """A tensor of shape `place.shape` and of `local`'s dtype and device, of which this rank holds `local`.
+
+    local: 1-D, elements [place.start, place.stop) of the flattened parameter, a view of the flat shard.
+    is_param: isinstance(p, nn.Parameter) holds. Results of operators are ShardedParams, but no parameters.
+    """
+
+    _local: Tensor
+    _place: Place
+    _store: GradStore | None
+    _index: int
+
+    def __new__(
+        cls, local: Tensor, place: Place, *, requires_grad: bool = False, is_param: bool = True
+    ) -> ShardedParam:
+        param: ShardedParam = _compat.wrapper_tensor(cls, local, place.shape, requires_grad)
+        param._local, param._place = local, place
+        param._store, param._index = None, -1
+        if is_param:
+            _compat.mark_as_parameter(param)
+        return param
+
+    @property
+    def place(self) -> Place:
+        return self._place
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's piece, 1-D, possibly empty; writing to it writes to the flat shard."""
+        return self._local
+
+    @torch.no_grad()
+    def full_tensor(self) -> Tensor:
+        """A new plain tensor with the whole parameter, bit for bit, on every rank. One collective."""
+        place = self._place
+        full = self._local.new_zeros(place.shape.numel())
+        full[place.start : place.stop] = self._local
+        if place.world_size > 1 and full.numel():
+            # A byte is nonzero on one rank at most: the sum is exact in every dtype, pieces may be ragged.
+            dist.all_reduce(full.view(torch.uint8), group=place.process_group)
+        return full.view(place.shape)
+
+    def bind(self, store: GradStore, index: int) -> None:
+        """Keep `.grad` in `store` under `index`; from now on what would detach the piece is refused."""
+        if self.requires_grad:
+            # Autograd would write a gradient that `.grad` never shows.
+            Tensor.register_hook(self, _refuse_gradient)
+        self._store, self._index = store, index
+        _compat.mark_as_parameter(self)
+
+    @property
+    def grad(self) -> Tensor | None:
+        return super().grad if self._store is None else self._store.grad_of(self._index)
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        if self._store is None:
+            Tensor.grad.__set__(self, grad)  # type: ignore[union-attr]
+            return
+        if grad is not None and not self._matches(grad):
+            raise NeedsWholeParameter(
+                "fsdp_passes: .grad of a sharded parameter expects None or a gradient sharded alike, got "
+                f"{_kind(grad)}; use torch.empty_like(p).copy_(full)."
+            )
+        self._store.set_grad(self._index, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> ShardedParam:
+        return ShardedParam(self._local, self._place, is_param=False)
+
+    @data.setter
+    def data(self, source: Tensor) -> None:
+        if not self._matches(source):
+            raise NeedsWholeParameter(
+                f"fsdp_passes: .data of a sharded parameter expects a tensor sharded alike, {self.dtype} on "
+                f"{self.device}, got {_kind(source)}; use p.copy_(full); set dtype and device before shard()."
+            )
+        self.data.copy_(source)
+
+    def _matches(self, other: Tensor) -> bool:
+        """`other` holds the same piece of a tensor of the same dtype, on the same device."""
+        alike = isinstance(other, ShardedParam) and other._place == self._place
+        return alike and other.dtype == self.dtype and other.device == self.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParam:
+        if self._store is not None and requires_grad != self.requires_grad:
+            raise NeedsWholeParameter(
+                f"fsdp_passes: requires_grad={requires_grad} on a parameter that was sharded with "
+                f"requires_grad={self.requires_grad}; freeze before shard()."
+            )
+        Tensor.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
+        return self
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        if self._store is None:
+            return super().register_hook(hook)
+        raise NeedsWholeParameter(
+            "fsdp_passes: register_hook on a sharded parameter, whose gradient autograd never sees; "
+            "use p.register_post_accumulate_grad_hook(hook)."
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """`hook(p)` runs after each reduction that gives the parameter a gradient."""
+        if self._store is None:
+            return super().register_post_accumulate_grad_hook(hook)
+        return self._store.add_post_hook(self._index, hook)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
+        """Bound: the parameter of a copy of its whole group, so that a model's copy stays whole. Else: a new piece."""
+        if self._store is not None:
+            copy.deepcopy(self._store, memo)
+            return memo[id(self)]
+        is_param = isinstance(self, torch.nn.Parameter)
+        local = self._local.detach().clone()
+        twin = ShardedParam(local, self._place, requires_grad=self.requires_grad, is_param=is_param)
+        memo[id(self)] = twin
+        if isinstance(self.grad, ShardedParam):
+            twin.grad = self.grad.__deepcopy__(memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NeedsWholeParameter(
+            "fsdp_passes: pickling a sharded parameter needs the whole parameter; "
+            "save p.full_tensor(), or fsdp_passes.full_state_dict(model)."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        place, dtype = self._place, str(self.dtype).removeprefix("torch.")
+        here = f"elements {place.start}:{place.stop} of {place.shape.numel()} here"
+        return f"ShardedParam(shape={tuple(place.shape)}, dtype={dtype}, {here})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad:
+            raise NeedsWholeParameter(
+                "fsdp_passes: torch.autograd.grad on a sharded parameter, which autograd never sees; "
+                "call backward() and read p.grad."
+            )
+        return _compat.call_past_torch_function(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not all(issubclass(each, cls) for each in types):
+            return NotImplemented  # the other class says what it is, such as a gradient that is not reduced yet
+        from fsdp_passes.sharding.param_ops import serve  # the operators need the class, too
+
+        return serve(func, args, kwargs or {})
+
+
+def refuse(func: Any, how: str = "") -> NoReturn:
+    raise NeedsWholeParameter(
+        f"fsdp_passes: {f'{func} {how}'.strip()} needs the whole parameter, and this rank holds a piece; "
+        "use p.full_tensor()."
+    )
+
+
+def _refuse_gradient(grad: Tensor) -> NoReturn:
+    raise NeedsWholeParameter(
+        "fsdp_passes: backward reached a sharded parameter that was used outside its module's forward; "
+        "use it under torch.no_grad(), or read it inside the forward."
+    )
+
+
+def _kind(tensor: Tensor) -> str:
+    what = "a sharded tensor" if isinstance(tensor, ShardedParam) else "a plain tensor"
+    return f"{what} of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
+
+
+_compat.register_foreach_type(ShardedParam)
