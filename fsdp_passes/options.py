@@ -1,0 +1,43 @@
+"""The options of `torch.compile(backend="fsdp_opt", options={...})`, and the environment behind them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+DUMP_VARIABLE = "FSDP_PASSES_DUMP"
+
+_CHOICES: dict[str, tuple[object, ...]] = {"grad_path": ("cat",), "codegen": ("fx",), "verify": (0, 1, 2)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """grad_path: "cat" concatenates each unit's gradients and adds the result into the flat buffer.
+    codegen: "fx" runs the captured operators one by one.
+    verify: 0 no rules, 1 the cheap ones, 2 also re-infers every type.
+    dump_dir: where graphs and plans are written; default: the environment variable FSDP_PASSES_DUMP.
+    """
+
+    grad_path: str = "cat"
+    codegen: str = "fx"
+    verify: int = 1
+    dump_dir: Path | None = None
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | None) -> Options:
+        """ValueError for an unknown name, which lists the known ones, or a value that is not a choice."""
+        given = dict(given or {})
+        known = [field.name for field in fields(cls)]
+        for name, value in given.items():
+            if name not in known:
+                raise ValueError(f"options: expected names among {', '.join(known)}, got {name!r}")
+            choices = _CHOICES.get(name)
+            if choices is not None and (type(value), value) not in [(type(c), c) for c in choices]:
+                raise ValueError(f"options[{name!r}]: expected one of {choices}, got {value!r}")
+        dump_dir = given.pop("dump_dir", None) or os.environ.get(DUMP_VARIABLE)
+        if dump_dir is not None and not isinstance(dump_dir, str | os.PathLike):
+            raise ValueError(f"options['dump_dir']: expected a path or None, got {dump_dir!r}")
+        return cls(**given, dump_dir=Path(dump_dir) if dump_dir else None)

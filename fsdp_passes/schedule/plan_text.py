@@ -1,0 +1,128 @@
+"""The text of a plan: one line a step, then the graph of each region. `load_plan(dump_plan(plan))` is the plan.
+
+    plan fwd trains (primals_1, primals_2, _)
+       0 issue   full: bf16[128] = gather(primals_1)
+       1 wait    full
+       2 run     embedding = region_0(primals_2, full) drop (primals_2)
+       3 release full
+       4         return (embedding)
+
+    region_0:
+       0         primals_2: i64[2,3] = input()
+       ...
+
+`_` is an argument that nothing reads. The first column is for readers; `load_plan` does not look at it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable
+
+from fsdp_passes._compat import dtype_names
+from fsdp_passes.ir.text import dump, load
+from fsdp_passes.schedule.plan import Accumulate, Gather, Output, Plan, Reduce, Release, Run, Step, Wait
+
+_NAME_OF = dtype_names()
+_DTYPES = {name: dtype for dtype, name in _NAME_OF.items()}
+_HEAD = re.compile(r"plan (fwd|bwd)( trains)? \((.*)\)")
+_REGION = re.compile(r"^region_\d+:\n", re.MULTILINE)
+
+
+def dump_plan(plan: Plan) -> str:
+    head = f"plan {plan.direction}{' trains' if plan.trains else ''} {_names(name or '_' for name in plan.inputs)}"
+    steps = [_step_text(step) for step in plan.steps]
+    steps.append(("", f"return {_names('None' if out is None else str(out) for out in plan.outputs)}"))
+    lines = [head, *(f"{at:4} {lane:7} {text}" for at, (lane, text) in enumerate(steps))]
+    regions = [f"\nregion_{number}:\n{dump(region)}" for number, region in enumerate(plan.regions)]
+    return "\n".join(line.rstrip() for line in lines) + "\n" + "".join(regions)
+
+
+def _names(names: Iterable[str]) -> str:
+    return f"({', '.join(names)})"
+
+
+def _step_text(step: Step) -> tuple[str, str]:
+    """Lane and line of a step."""
+    match step:
+        case Gather():
+            return "issue", f"{step.buffer}: {_NAME_OF[step.dtype]}[{step.full_elems}] = gather({step.shard})"
+        case Wait():
+            return "wait", step.buffer
+        case Release():
+            return "release", step.buffer
+        case Run():
+            results = f"{', '.join(step.outputs)} = " if step.outputs else ""
+            return "run", f"{results}region_{step.region}{_names(step.inputs)}{_drop(step.drops)}"
+        case Accumulate():
+            pieces = None if step.pieces is None else list(step.pieces)
+            return "", f"accumulate({step.full_grad}, {step.shard}, {pieces}){_drop(step.drops)}"
+        case Reduce():
+            return "issue", f"reduce({step.shard})"
+
+
+def _drop(names: tuple[str, ...]) -> str:
+    return f" drop {_names(names)}" if names else ""
+
+
+def load_plan(text: str) -> Plan:
+    """The plan that `text` describes; SyntaxError names a line that is none of a plan's."""
+    main, *regions = _REGION.split(text)
+    head, *lines = [line for line in main.splitlines() if line.strip()]
+    found = _HEAD.fullmatch(head)
+    if found is None:
+        raise SyntaxError(f"expected 'plan fwd|bwd [trains] (inputs)', got {head!r}")
+    steps = [_read_step(line) for line in lines[:-1]]
+    outputs = re.fullmatch(r"\s*\d+\s+return \((.*)\)", lines[-1])
+    if outputs is None:
+        raise SyntaxError(f"expected 'return (...)' at the end, got {lines[-1]!r}")
+    return Plan(
+        direction=found[1],
+        inputs=tuple(None if name == "_" else name for name in _split(found[3])),
+        steps=tuple(steps),
+        outputs=tuple(_read_output(name) for name in _split(outputs[1])),
+        regions=tuple(load(region) for region in regions),
+        trains=found[2] is not None,
+    )
+
+
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(",") if name.strip())
+
+
+def _read_output(text: str) -> Output:
+    try:
+        value: Output = ast.literal_eval(text)
+    except ValueError:
+        return text
+    return value
+
+
+_STEPS: tuple[tuple[str, Callable[[re.Match[str]], Step]], ...] = (
+    (r"(\w+): (\w+)\[(\d+)\] = gather\((\w+)\)", lambda m: Gather(m[1], m[4], _DTYPES[m[2]], int(m[3]))),
+    (r"wait (\w+)", lambda m: Wait(m[1])),
+    (r"release (\w+)", lambda m: Release(m[1])),
+    (
+        r"(?:([\w, ]+) = )?region_(\d+)\((.*?)\)(?: drop \((.*)\))?",
+        lambda m: Run(int(m[2]), _split(m[3]), _split(m[1] or ""), _split(m[4] or "")),
+    ),
+    (
+        r"accumulate\((\w+), (\w+), (None|\[.*\])\)(?: drop \((.*)\))?",
+        lambda m: Accumulate(m[1], m[2], _pieces(m[3]), _split(m[4] or "")),
+    ),
+    (r"reduce\((\w+)\)", lambda m: Reduce(m[1])),
+)
+
+
+def _pieces(text: str) -> tuple[int, ...] | None:
+    return None if text == "None" else tuple(int(number) for number in _split(text[1:-1]))
+
+
+def _read_step(line: str) -> Step:
+    text = re.sub(r"^\s*\d+\s+(issue\s+|run\s+)?", "", line)
+    text = re.sub(r"^(wait|release)\s+", r"\1 ", text)
+    for pattern, make in _STEPS:
+        if found := re.fullmatch(pattern, text):
+            return make(found)
+    raise SyntaxError(f"expected a step of a plan, got {line!r}")
