@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fsdp_passes.ir.nodes import operand, operands, results, set_results
+from fsdp_passes.ir.nodes import calls, operand, operands, results, set_results
 from fsdp_passes.ir.ops import ACCUMULATE, REDUCE, REDUCE_GRAD
 from fsdp_passes.passes.base import Pass
 
@@ -30,23 +30,23 @@ class LowerReduceGrad(Pass):
     zeros has none. Whether the reduction communicates is decided when the graph runs (no_sync).
 
     Keeps: every value; a sum of reduce_grads of one shard becomes accumulates in the same order.
-    Declines: a reduce_grad that anything but such a sum or the output reads; it goes through autograd.
+    Declines: a reduce_grad that anything but such a sum or the output reads; it stays, goes through autograd in
+        every backward, and is named in the log.
     """
 
     def apply(self, gm: fx.GraphModule) -> None:
         returned = results(gm.graph)
         for index, result in enumerate(returned):
             nodes = find_sum(result)
-            if not nodes:
-                continue
-            if any(len(node.users) > 1 for node in nodes) or returned.count(result) > 1:
-                log.warning("%s stays reduced through autograd: it is read more than once", result)
+            if not nodes or any(len(node.users) > 1 for node in nodes) or returned.count(result) > 1:
                 continue
             _lower(gm.graph, result, nodes)
             returned[index] = None
             set_results(gm.graph, returned)
             for node in nodes:
                 gm.graph.erase_node(node)
+        for node in calls(gm.graph, REDUCE_GRAD):
+            log.warning("%s is reduced in every backward, through autograd: it is no plain sum", node.format_node())
 
 
 def find_sum(result: object) -> list[fx.Node]:
