@@ -5,6 +5,8 @@
     traced by torch.compile   unshard -> split_with_sizes -> view, one chain a read (merged later)
     in an eager forward       views of one gather per forward
     anywhere else             the ShardedParam
+
+What replaced a parameter in its module (torch.func.functional_call) is read as it is.
 """
 
 from __future__ import annotations
@@ -108,9 +110,10 @@ def _refuse_move(shard: Tensor, fn: Any) -> None:
 
 def _parameter_property(name: str) -> property:
     def get(self: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._fsdp_reads[name].traced()
-        return _read_now(self, name)
+        if not torch.compiler.is_compiling():
+            return _read_now(self, name)
+        entry = self._parameters[name]
+        return self._fsdp_reads[name].traced() if type(entry) is ShardedParam else entry
 
     skip_frame(get)
     return property(get)
@@ -120,7 +123,7 @@ def _parameter_property(name: str) -> property:
 def _read_now(module: Any, name: str) -> Any:
     entry = module._parameters.get(name)
     if module._fsdp_model.gathered is None or type(entry) is not ShardedParam:
-        return entry  # outside a forward, or replaced (functional_call): what is registered
+        return entry
     read = module._fsdp_reads[name]
     return module._fsdp_model.read(read.group, read.index)
 

@@ -267,6 +267,24 @@ def test_names_shapes_and_copies() -> None:
         assert all(holds.values()), holds
 
 
+def _functional_calls() -> list[bool]:
+    """Zeros in place of the parameters give zeros, and the model's own values afterwards."""
+    model = fsdp.shard(build(Net))
+    run = compiled(model)
+    results = []
+    for each, prefix in ((model, ""), (run, "_orig_mod.")):
+        expected = each(_TOKENS)
+        zeros = {prefix + name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+        results.append(bool(torch.func.functional_call(each, zeros, _TOKENS).eq(0).all()))
+        results.append(torch.equal(each(_TOKENS), expected) and bool(expected.ne(0).any()))
+    return results
+
+
+def test_functional_call_reads_what_it_is_given() -> None:
+    for results in pool.run(2, _functional_calls):
+        assert all(results), results
+
+
 def _foreign_backend(backend: str) -> float:
     """A sharded model under another backend is the slow fallback, with the same numbers."""
     reference, model = build(Net), fsdp.shard(build(Net))
