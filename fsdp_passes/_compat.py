@@ -11,6 +11,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+# How Dynamo writes `with torch.no_grad()` and `with torch.inference_mode()` into a graph: +1 enters, -1 leaves.
+SET_GRAD_ENABLED = torch._C._set_grad_enabled  # torch 2.13
+INFERENCE_MODE = {
+    torch.autograd.grad_mode._enter_inference_mode: +1,  # torch 2.13
+    torch.autograd.grad_mode._exit_inference_mode: -1,  # torch 2.13
+}
+
 
 def skip_frame(function: Callable[..., Any]) -> None:
     """Dynamo never compiles `function`'s frame on its own; traced callers still inline it."""
@@ -162,6 +169,13 @@ def is_higher_order(target: object) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)  # torch 2.13
 
 
+def returns_view(target: object) -> bool:
+    """Whether `target` is an operator whose (first) result is declared to alias an argument, unwritten."""
+    returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()  # torch 2.13
+    alias = returns[0].alias_info if returns else None
+    return alias is not None and not alias.is_write
+
+
 def returns_nothing(target: object) -> bool:
     """Whether `target` is an operator whose schema has no outputs."""
     return isinstance(target, torch._ops.OpOverload) and not target._schema.returns  # torch 2.13
@@ -173,3 +187,10 @@ def argument_index(placeholder: Any) -> int | None:
 
     description = placeholder.meta.get("desc")
     return description.idx if isinstance(description, PlainAOTInput) else None
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """`values` (nested lists, tuples, dicts, ...) with `function` applied to each tensor in it."""
+    from torch.utils._pytree import tree_map_only  # torch 2.13
+
+    return tree_map_only(Tensor, function, values)

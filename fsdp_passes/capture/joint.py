@@ -6,11 +6,10 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fsdp_passes._compat import min_cut_partition
+from fsdp_passes._compat import is_operator, min_cut_partition
 from fsdp_passes.ir.alias import views_of
 from fsdp_passes.ir.ops import UNSHARD
 
@@ -46,4 +45,4 @@ def _is_repeatable(node: fx.Node) -> bool:
     """A pure operator that gives the same values again; not one that draws random numbers."""
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and not node.is_impure()
+    return is_operator(node.target) and not node.is_impure()

@@ -11,25 +11,24 @@ does not depend on the body: the joint graph recomputes every unshard.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from fsdp_passes._compat import INFERENCE_MODE, SET_GRAD_ENABLED
 from fsdp_passes.ir.nodes import calls, operand
 from fsdp_passes.ir.ops import UNSHARD
 
 _UNSHARD_TARGETS = (UNSHARD, UNSHARD.overloadpacket)
-_IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 def merge_reads(gm: fx.GraphModule) -> None:
     """Merge equal reads and drop those that only served `.dtype` or `.shape`; edits `gm` in place."""
+    _refuse_edits(gm)
     for checkpoint in calls(gm.graph, _CHECKPOINT):
         _hoist_reads(gm, checkpoint)
-    _refuse_edits(gm)
     _merge_equal_reads(gm.graph)
     gm.recompile()
 
@@ -96,29 +95,35 @@ def _copy_in_front(checkpoint: fx.Node, chain: list[fx.Node], outer: dict[fx.Nod
                 outer[node] = checkpoint.graph.node_copy(node, outer.__getitem__)
 
 
-def _grad_modes(graph: fx.Graph) -> Iterator[tuple[fx.Node, object]]:
-    """Each node with the grad mode that it runs in, as the last node that set one (None: the caller's)."""
-    mode: object = None
-    for node in list(graph.nodes):
-        if node.target is torch._C._set_grad_enabled:
-            mode = node.args[0]
-        elif node.op == "call_function" and "inference_mode" in getattr(node.target, "__name__", ""):
-            mode = node
-        yield node, mode
-
-
 def _merge_equal_reads(graph: fx.Graph) -> None:
-    """A read in another grad mode stays its own: merging would lose or invent its gradient."""
+    """Reads in different grad modes stay apart: merging would lose or invent a gradient."""
+    _move_out_of_no_grad(graph)
     first: dict[object, fx.Node] = {}
-    for node, mode in _grad_modes(graph):
+    mode: object = torch.is_grad_enabled()
+    for node in list(graph.nodes):
+        mode = node.args[0] if node.target is SET_GRAD_ENABLED else mode
         if not _is_read(node):
             continue
-        key = (node.target, node.args, tuple(node.kwargs.items()), mode)
-        kept = first.setdefault(key, node)
+        kept = first.setdefault((node.target, node.args, tuple(node.kwargs.items()), mode), node)
         if kept is not node:
             node.replace_all_uses_with(kept)
             graph.erase_node(node)
     _drop_dead_reads(graph)
+
+
+def _move_out_of_no_grad(graph: fx.Graph) -> None:
+    """A parameter is a leaf, wherever it is read: what is computed from it later may need its gradient."""
+    no_grad, inference, switch = False, 0, graph.output_node()
+    for node in list(graph.nodes):
+        was_off = no_grad or inference > 0
+        if node.target is SET_GRAD_ENABLED:
+            no_grad = not node.args[0]
+        elif node.op == "call_function" and node.target in INFERENCE_MODE:
+            inference += INFERENCE_MODE[node.target]
+        if not was_off and (no_grad or inference):
+            switch = node
+        elif was_off and _is_read(node):
+            switch.prepend(node)
 
 
 def _drop_dead_reads(graph: fx.Graph) -> None:
@@ -129,16 +134,11 @@ def _drop_dead_reads(graph: fx.Graph) -> None:
 
 def _refuse_edits(gm: fx.GraphModule) -> None:
     """An in-place operation on a parameter would edit a gathered copy and be lost."""
-    for read in [node for node in gm.graph.nodes if _is_parameter(node)]:
-        for user in read.users:
-            if user.args[0] is read and _is_in_place(user):
+    for graph in [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]:
+        for read in [node for node in graph.nodes if _is_parameter(node)]:
+            aliases = [read, *(user for user in read.users if "_get_data_attr" in str(user.target))]
+            if any(alias.meta["example_value"]._version for alias in aliases):
                 raise RuntimeError(
-                    f"fsdp_passes: expected forward to leave its parameters alone, got {user.format_node()}, "
-                    "which would edit a gathered copy and be lost; edit the parameter outside of forward"
+                    "fsdp_passes: expected forward to leave its parameters alone, got an in-place operation on one "
+                    f"of shape {tuple(read.args[1])}, read as {read}; edit it outside of forward"
                 )
-
-
-def _is_in_place(node: fx.Node) -> bool:
-    name = str(node.target) if node.op == "call_method" else ""
-    method = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-    return method or node.target in _IN_PLACE

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from fsdp_passes._compat import returns_view
 from fsdp_passes.ir.nodes import operand
 
-# Their schemas declare a fresh result, but it is the input's storage (always, or when strides allow).
+# Their results are the input's storage, always or when strides allow, whatever their schemas declare.
 _UNDECLARED_VIEWS = (
     torch.ops.aten._unsafe_view.default,
     torch.ops.aten.reshape.default,
@@ -26,9 +27,7 @@ def is_view(node: fx.Node) -> bool:
         return is_view(operand(node))
     if node.target in _UNDECLARED_VIEWS:
         return True
-    returns = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
-    alias = returns[0].alias_info if returns else None
-    return alias is not None and not alias.is_write
+    return returns_view(node.target)
 
 
 def source(node: fx.Node) -> fx.Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from torch import fx
@@ -93,7 +94,10 @@ def types_are_what_operators_infer(gm: fx.GraphModule) -> None:
     try:
         load(dump(gm))
     except TypeError as error:
-        raise Broken(None, str(error)) from None
+        line = re.match(r"line (\d+):", str(error))
+        nodes = list(gm.graph.nodes)
+        in_main_graph = line is not None and int(line[1]) <= len(nodes)
+        raise Broken(nodes[int(line[1]) - 1] if line and in_main_graph else None, str(error)) from None
 
 
 Rule = Callable[[fx.GraphModule], None]

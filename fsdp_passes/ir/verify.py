@@ -28,9 +28,7 @@ def _explain(gm: fx.GraphModule, rule: str, invariant: str | None, broken: Broke
     head = f"{rule}: {broken}\n  rule: {invariant}\n  after: {after}"
     if broken.node is None:
         return head
-    lines = dump(gm).splitlines()
-    at = next((i for i, line in enumerate(lines) if f" {broken.node.name}" in line.split("=")[0]), None)
-    if at is None:
-        return head
-    shown = range(max(0, at - _CONTEXT_LINES), min(len(lines), at + _CONTEXT_LINES + 1))
+    lines = dump(gm).splitlines()  # one a node, in order
+    at = list(gm.graph.nodes).index(broken.node)
+    shown = range(max(0, at - _CONTEXT_LINES), min(len(gm.graph.nodes), at + _CONTEXT_LINES + 1))
     return "\n".join([head, *(f"{'>' if i == at else ' '} {lines[i]}" for i in shown)])

@@ -29,7 +29,7 @@ class LowerReduceGrad(Pass):
     The list names the pieces of the flat group that have a gradient here; a piece that autograd filled with
     zeros has none. Whether the reduction communicates is decided when the graph runs (no_sync).
 
-    Keeps: every value; a sum of reduce_grads of one shard becomes accumulates in the same order.
+    Keeps: every value; a sum of reduce_grads of one shard becomes accumulates, in the order of the graph.
     Declines: a reduce_grad that anything but such a sum or the output reads; it stays, goes through autograd in
         every backward, and is named in the log.
     """

@@ -24,16 +24,15 @@ class GatherOnDemand(Pass):
     """
 
     def apply(self, gm: fx.GraphModule) -> None:
-        for unshard in calls(gm.graph, UNSHARD):
-            _issue_and_wait(gm.graph, unshard)
+        waits = [_issue_and_wait(gm.graph, unshard) for unshard in calls(gm.graph, UNSHARD)]
         next_stop = _next_communication(gm.graph)
-        for wait in calls(gm.graph, WAIT):
+        for wait in waits:
             readers = readers_of(wait)
             if gm.graph.output_node() not in readers:
                 _release(gm.graph, wait, next_stop[max(readers, default=wait)])
 
 
-def _issue_and_wait(graph: fx.Graph, unshard: fx.Node) -> None:
+def _issue_and_wait(graph: fx.Graph, unshard: fx.Node) -> fx.Node:
     with graph.inserting_before(unshard):
         gather = graph.create_node("call_function", GATHER, unshard.args, {}, name="gather")
         wait = graph.create_node("call_function", WAIT, (gather,), {}, name="full")
@@ -41,6 +40,7 @@ def _issue_and_wait(graph: fx.Graph, unshard: fx.Node) -> None:
     wait.meta = dict(unshard.meta)
     unshard.replace_all_uses_with(wait)
     graph.erase_node(unshard)
+    return wait
 
 
 def _next_communication(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

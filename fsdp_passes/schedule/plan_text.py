@@ -11,7 +11,8 @@
        0         primals_2: i64[2,3] = input()
        ...
 
-`_` is an argument that nothing reads. The first column is for readers; `load_plan` does not look at it.
+`_` is an argument that nothing reads. The first column is for readers; `load_plan` does not look at it. A float that is
+returned is written as Python writes it; `inf` and `nan` name no values.
 """
 
 from __future__ import annotations
@@ -67,31 +68,37 @@ def _drop(names: tuple[str, ...]) -> str:
 
 
 def load_plan(text: str) -> Plan:
-    """The plan that `text` describes; SyntaxError names a line that is none of a plan's."""
-    main, *regions = _REGION.split(text)
-    head, *lines = [line for line in main.splitlines() if line.strip()]
+    """The plan that `text` describes; SyntaxError or TypeError names a line that is none of a plan's."""
+    main, *graphs = _REGION.split(text)
+    head, *lines = [line for line in main.splitlines() if line.strip()] or [""]
     found = _HEAD.fullmatch(head)
     if found is None:
         raise SyntaxError(f"expected 'plan fwd|bwd [trains] (inputs)', got {head!r}")
-    steps = [_read_step(line) for line in lines[:-1]]
-    outputs = re.fullmatch(r"\s*\d+\s+return \((.*)\)", lines[-1])
+    *steps, end = lines or [""]
+    outputs = re.fullmatch(r"\s*\d+\s+return \((.*)\)", end)
     if outputs is None:
-        raise SyntaxError(f"expected 'return (...)' at the end, got {lines[-1]!r}")
-    return Plan(
+        raise SyntaxError(f"expected 'return (...)' at the end, got {end!r}")
+    plan = Plan(
         direction=found[1],
         inputs=tuple(None if name == "_" else name for name in _split(found[3])),
-        steps=tuple(steps),
+        steps=tuple(_read_step(line) for line in steps),
         outputs=tuple(_read_output(name) for name in _split(outputs[1])),
-        regions=tuple(load(region) for region in regions),
+        regions=tuple(load(graph) for graph in graphs),
         trains=found[2] is not None,
     )
+    for step in plan.steps:
+        if isinstance(step, Run) and step.region >= len(graphs):
+            raise SyntaxError(f"expected the graph of region_{step.region}, which is called, got {len(graphs)} graphs")
+    return plan
 
 
-def _split(names: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in names.split(",") if name.strip())
+def _split(names: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (names or "").split(",") if name.strip())
 
 
 def _read_output(text: str) -> Output:
+    if text.lstrip("-") in ("inf", "nan"):
+        return float(text)
     try:
         value: Output = ast.literal_eval(text)
     except ValueError:
@@ -99,29 +106,31 @@ def _read_output(text: str) -> Output:
     return value
 
 
-_STEPS: tuple[tuple[str, Callable[[re.Match[str]], Step]], ...] = (
-    (r"(\w+): (\w+)\[(\d+)\] = gather\((\w+)\)", lambda m: Gather(m[1], m[4], _DTYPES[m[2]], int(m[3]))),
-    (r"wait (\w+)", lambda m: Wait(m[1])),
-    (r"release (\w+)", lambda m: Release(m[1])),
-    (
-        r"(?:([\w, ]+) = )?region_(\d+)\((.*?)\)(?: drop \((.*)\))?",
-        lambda m: Run(int(m[2]), _split(m[3]), _split(m[1] or ""), _split(m[4] or "")),
-    ),
-    (
-        r"accumulate\((\w+), (\w+), (None|\[.*\])\)(?: drop \((.*)\))?",
-        lambda m: Accumulate(m[1], m[2], _pieces(m[3]), _split(m[4] or "")),
-    ),
-    (r"reduce\((\w+)\)", lambda m: Reduce(m[1])),
-)
-
-
 def _pieces(text: str) -> tuple[int, ...] | None:
     return None if text == "None" else tuple(int(number) for number in _split(text[1:-1]))
 
 
+_STEPS: tuple[tuple[str, Callable[[re.Match[str]], Step]], ...] = (
+    (
+        rf"issue +(\w+): ({'|'.join(_DTYPES)})\[(\d+)\] = gather\((\w+)\)",
+        lambda m: Gather(m[1], m[4], _DTYPES[m[2]], int(m[3])),
+    ),
+    (r"wait +(\w+)", lambda m: Wait(m[1])),
+    (r"release +(\w+)", lambda m: Release(m[1])),
+    (
+        r"run +(?:([\w, ]+) = )?region_(\d+)\((.*?)\)(?: drop \((.*)\))?",
+        lambda m: Run(int(m[2]), _split(m[3]), _split(m[1]), _split(m[4])),
+    ),
+    (
+        r"accumulate\((\w+), (\w+), (None|\[[\d, ]*\])\)(?: drop \((.*)\))?",
+        lambda m: Accumulate(m[1], m[2], _pieces(m[3]), _split(m[4])),
+    ),
+    (r"issue +reduce\((\w+)\)", lambda m: Reduce(m[1])),
+)
+
+
 def _read_step(line: str) -> Step:
-    text = re.sub(r"^\s*\d+\s+(issue\s+|run\s+)?", "", line)
-    text = re.sub(r"^(wait|release)\s+", r"\1 ", text)
+    text = re.sub(r"^\s*\d+\s+", "", line)
     for pattern, make in _STEPS:
         if found := re.fullmatch(pattern, text):
             return make(found)

@@ -24,7 +24,7 @@ class ShardedModel:
         self.requires_sync = True
         self.divide_factor: float | None = None
         self._reducing: FlatGroup | None = None
-        self.gathered: dict[tuple[int, bool], tuple[Tensor, ...]] | None = None
+        self.gathered: dict[int, tuple[Tensor, list[Tensor]]] | None = None
 
     def gradient_divide_factor(self, world_size: int) -> float:
         return world_size if self.divide_factor is None else self.divide_factor
@@ -62,14 +62,30 @@ class ShardedModel:
             self._reducing.gradients.finish_reduce()
             self._reducing = None
 
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """An eager forward: parameters are read as views of one gather a flat group, dropped at its end."""
+        self.gathered = {}
+        try:
+            yield
+            for full, _ in self.gathered.values():
+                if full._version:
+                    raise RuntimeError(
+                        "fsdp_passes: expected forward to leave its parameters alone, got an in-place operation on "
+                        "one, which edited a gathered copy; edit it outside of forward"
+                    )
+        finally:
+            self.gathered = None
+
     def read(self, group: FlatGroup, index: int) -> Tensor:
-        """Parameter `index` of `group` inside an eager forward: a view of one gather per forward."""
+        """Parameter `index` of `group` inside an eager forward. A leaf in every grad mode, as parameters are."""
         assert self.gathered is not None
-        key = (id(group), torch.is_grad_enabled())
-        if key not in self.gathered:
-            full = torch.ops.fsdp_opt.unshard(
-                group.shard, group.layout.world_size, group.compute_dtype, reshard=group.reshard
-            )
-            self.gathered[key] = full.split_with_sizes(group.layout.sizes)
-        piece = self.gathered[key][group.layout.pieces[index]]
-        return piece.view(group.layout.shapes[index])
+        if id(group) not in self.gathered:
+            with torch.inference_mode(False), torch.enable_grad():
+                full = torch.ops.fsdp_opt.unshard(
+                    group.shard, group.layout.world_size, group.compute_dtype, reshard=group.reshard
+                )
+                pieces = full.split_with_sizes(group.layout.sizes)
+                shapes = zip(group.layout.pieces, group.layout.shapes, strict=True)
+                self.gathered[id(group)] = full, [pieces[piece].view(shape) for piece, shape in shapes]
+        return self.gathered[id(group)][1][index]

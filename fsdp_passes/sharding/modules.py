@@ -57,11 +57,8 @@ class ShardedModule(ModuleMixin):
         model = self._fsdp_model
         if torch.compiler.is_compiling() or model.gathered is not None:
             return super().__call__(*args, **kwargs)
-        model.gathered = {}
-        try:
+        with model.forward():
             return super().__call__(*args, **kwargs)
-        finally:
-            model.gathered = None
 
     def named_parameters(  # type: ignore[override]  # they are no nn.Parameters in a forward
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 
+from fsdp_passes._compat import map_tensors
 from fsdp_passes.runtime.collectives import broadcast_from_first, scatter_from_first
 from fsdp_passes.sharding.checks import check_mesh, check_model
 from fsdp_passes.sharding.group import FlatGroup
@@ -55,7 +55,7 @@ class ShardedRoot(ModuleMixin):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         dtype = self._fsdp_model.input_dtype
         if dtype is not None:
-            args, kwargs = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
+            args, kwargs = map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
         return super().__call__(*args, **kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,109 @@
+"""Graphs that run in one process, on shards of two simulated ranks: nothing is sent, all is recorded."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fsdp_passes.codegen.compile import compile_region
+from fsdp_passes.codegen.regions import cut
+from fsdp_passes.ir.ops import owner_of, set_owner
+from fsdp_passes.ir.text import dump, load
+from fsdp_passes.runtime.executor import Executor
+
+WORLD_SIZE = 2
+
+
+class SimulatedGroup:
+    """Owner of a shard, and its gradients and model in one: every rank holds the same piece."""
+
+    unit = "simulated"
+
+    def __init__(self, shard: Tensor) -> None:
+        self._shard = shard
+        self.gradients = self.model = self
+        self.forwards = 0
+        self.full_grad: Tensor | None = None
+        self.pieces: list[tuple[int, ...] | None] = []
+        self.reductions = 0
+
+    def gather(self, dtype: torch.dtype) -> Tensor:
+        return torch.cat([self._shard] * WORLD_SIZE).to(dtype)
+
+    def issue_gather(self, dtype: torch.dtype) -> tuple[Tensor, SimulatedWork]:
+        """The buffer holds NaN until it is waited for."""
+        work = SimulatedWork(self.gather(dtype))
+        return work.buffer, work
+
+    def reduce(self, full_grad: Tensor) -> Tensor:
+        return full_grad[: self._shard.numel()].to(self._shard.dtype)
+
+    def accumulate(self, full_grad: Tensor, pieces: tuple[int, ...] | None) -> None:
+        assert self.reductions == 0, "a gradient came after the reduction"
+        self.full_grad = full_grad.clone() if self.full_grad is None else self.full_grad + full_grad
+        self.pieces.append(pieces)
+
+    def reduce_if_complete(self) -> None:
+        self.reductions += 1
+
+    def reduce_after_backward(self) -> None:
+        pass
+
+    @property
+    def reduced(self) -> Tensor | None:
+        """What the reduction gives this rank; None without one."""
+        return self.reduce(self.full_grad) if self.reductions and self.full_grad is not None else None
+
+
+class SimulatedWork:
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self.buffer = torch.full_like(values, torch.nan)
+
+    def wait(self) -> None:
+        self.buffer.copy_(self._values)
+
+
+def graph(text: str) -> fx.GraphModule:
+    """The graph that indented `text` describes."""
+    return load(textwrap.dedent(text))
+
+
+def canonical(text: str) -> str:
+    """`text` as `dump` writes it."""
+    return dump(graph(text))
+
+
+def random_inputs(gm: fx.GraphModule) -> list[Any]:
+    """A random tensor of the written type for each input, a shard where the text says so; always the same."""
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        like = node.meta["val"]
+        value = torch.randn(tuple(like.shape), generator=generator).to(like.dtype)
+        if "fsdp" in node.meta:
+            set_owner(value, SimulatedGroup(value))
+        values.append(value)
+    return values
+
+
+def run_scheduled(gm: fx.GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
+    """What the executor makes of `gm`, a scheduled graph."""
+    plan = cut(gm, "bwd", trains=False)
+    return Executor(plan, [compile_region(region, "fx") for region in plan.regions])(list(inputs))
+
+
+def group_of(shard: Tensor) -> SimulatedGroup:
+    owner = owner_of(shard)
+    assert isinstance(owner, SimulatedGroup)
+    return owner
+
+
+def assert_bitwise(got: Any, expected: Any) -> None:
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        same = torch.equal(one, other) if isinstance(other, Tensor) else one == other
+        assert same, (one, other)
