@@ -43,12 +43,23 @@ def min_cut_partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **kwargs
 
 
 def aot_compile(gm: Any, example_inputs: Any, **compilers: Any) -> Callable[..., Any]:
-    """AOTAutograd over Dynamo's graph; saved tensors are not donated, so that retain_graph=True works."""
+    """AOTAutograd over Dynamo's graph."""
     from torch._dynamo.backends.common import aot_autograd  # torch 2.13
-    from torch._functorch import config  # torch 2.13
 
-    with config.patch(donated_buffer=False):
-        return aot_autograd(keep_inference_input_mutations=True, **compilers)(gm, example_inputs)
+    return aot_autograd(keep_inference_input_mutations=True, **compilers)(gm, example_inputs)
+
+
+def donate_no_saved_tensors() -> None:
+    """Called while a forward is compiled: its backward may run again (retain_graph=True).
+
+    Switching `donated_buffer` off for the compilation does not do: the check at run time reads the global switch,
+    and takes a list that was never made for one that is not empty.
+    """
+    from torch._guards import TracingContext  # torch 2.13
+
+    metadata = TracingContext.get().fw_metadata  # torch 2.13
+    if metadata is not None:
+        metadata.bw_donated_idxs = []  # torch 2.13
 
 
 def compiled_autograd_is_on() -> bool:

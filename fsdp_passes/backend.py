@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from fsdp_passes._compat import aot_compile, compiled_autograd_is_on
+from fsdp_passes._compat import aot_compile, compiled_autograd_is_on, donate_no_saved_tensors
 from fsdp_passes.capture.joint import partition
 from fsdp_passes.capture.reads import merge_reads
 from fsdp_passes.capture.shards import label_shards
@@ -49,6 +49,7 @@ def fsdp_opt(
 
     def compiler(direction: str, passes: Sequence[Pass], trains: bool = False) -> Callable[..., Executor]:
         def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Executor:
+            donate_no_saved_tensors()
             dumps = GraphDumps(folder, number, direction)
             label_shards(graph.graph, example_inputs)
             run_passes(graph, passes, parsed.verify, dumps.write_graph)

@@ -29,6 +29,8 @@ class Options:
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
         """ValueError for an unknown name, which lists the known ones, or a value that is not a choice."""
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(f"options: expected a dict or None, got {given!r}")
         given = dict(given or {})
         known = [field.name for field in fields(cls)]
         for name, value in given.items():

@@ -136,16 +136,16 @@ def _fake_reduce(shard: Tensor) -> None:
 
 
 def _save_for_unshard_backward(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Tensor) -> None:
-    shard, ctx.world_size, _ = inputs
-    ctx.save_for_backward(shard)
+    # Not save_for_backward: a leaf needs no hooks, and in a checkpoint the first read in a forward would save one
+    # tensor more than its recomputation, which finds the unit gathered (or the other way round).
+    ctx.shard, ctx.world_size, _ = inputs
 
 
 def _unshard_backward(ctx: Any, full_grad: Tensor) -> tuple[Tensor | None, None, None]:
     """Traced: one `reduce_grad` in the graph. Eager: the owner accumulates and nothing flows to the leaf."""
-    (shard,) = ctx.saved_tensors
     if type(full_grad) is not Tensor:
-        return REDUCE_GRAD(full_grad, shard, ctx.world_size), None, None
-    owner_of(shard).accumulate_eagerly(full_grad)
+        return REDUCE_GRAD(full_grad, ctx.shard, ctx.world_size), None, None
+    owner_of(ctx.shard).accumulate_eagerly(full_grad)
     return None, None, None
 
 

@@ -5,6 +5,8 @@ gloo and NCCL both run these; a buffer must not be written between issue and wai
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +33,15 @@ def issue_reduce_scatter(piece: Tensor, full: Tensor, group: dist.ProcessGroup) 
     if full.is_complex():
         piece, full = torch.view_as_real(piece).view(-1), torch.view_as_real(full).view(-1)
     return _reduce_scatter(piece, full, group=group, async_op=True)
+
+
+def any_rank(flags: Sequence[bool], device: torch.device, group: dist.ProcessGroup) -> list[bool]:
+    """For each flag whether it is set on some rank; the host waits for the answer."""
+    if group.size() == 1:
+        return list(flags)
+    union = torch.tensor(flags, dtype=torch.uint8, device=device)
+    dist.all_reduce(union, dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in union.tolist()]
 
 
 def scatter_from_first(piece: Tensor, full: Tensor | None, group: dist.ProcessGroup) -> None:

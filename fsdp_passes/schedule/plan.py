@@ -1,11 +1,13 @@
 """What a compiled graph does, step by step: frozen, printable, and all that the runtime knows.
 
-issue    full = gather(primals_2, bf16, 4096)      start filling a buffer of 4096 elements from a shard
-wait     full                                      from here on it may be read
-run      add = region_0(primals_1, full) drop primals_1
-release  full                                      the buffer is free
-         accumulate(cat, primals_2, [0, 1])        add to the shard's flat gradient: these pieces have one
-issue    reduce(primals_2)                         reduce-scatter it, when this backward synchronises
+    issue    full = gather(primals_2, bf16, 4096)      start filling a buffer of 4096 elements from a shard
+    wait     full                                      from here on it may be read
+    run      add = region_0(primals_1, full) drop primals_1
+    release  full                                      the buffer is free
+             accumulate(cat, primals_2, [0, 1])        add to the shard's flat gradient: these pieces have one
+    issue    reduce(primals_2)                         reduce-scatter it, when this backward synchronises
+
+A backward that synchronises ends with one all-reduce of a byte a parameter: which have a gradient on some rank.
 """
 
 from __future__ import annotations

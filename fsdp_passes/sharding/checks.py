@@ -35,6 +35,13 @@ def check_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
     return mesh
 
 
+def check_types(precision: object, precision_class: type, reshard_after_forward: object) -> None:
+    if not isinstance(precision, precision_class):
+        raise ValueError(f"precision: expected fsdp_passes.Precision(...) or None, got {precision!r}")
+    if not isinstance(reshard_after_forward, bool) and not callable(reshard_after_forward):
+        raise ValueError(f"reshard_after_forward: expected a bool or a predicate, got {reshard_after_forward!r}")
+
+
 def check_model(model: nn.Module) -> None:
     """ValueError for what sharding would get wrong."""
     if not isinstance(model, nn.Module):

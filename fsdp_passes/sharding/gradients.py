@@ -43,6 +43,7 @@ class GroupGradients:
         self.group = group
         self.full: Tensor | None = None
         self.written: set[int] = set()  # parameters with a gradient in `full`
+        self.settling: set[int] = set()  # in shard.grad, but other ranks were not asked yet
         self.reduced: set[int] = set()  # parameters with a gradient in shard.grad
         self.forwards = 0  # differentiated forwards since the last backward ended
         self._in_flight: _Reduction | None = None
@@ -71,14 +72,19 @@ class GroupGradients:
         self.written = set()
 
     def finish_reduce(self) -> None:
-        """Wait for the reduction in flight and add it to `.grad`."""
+        """Wait for the reduction in flight, if there is one, and add it to the shard's gradient."""
         if self._in_flight is None:
             return
         reduction, self._in_flight = self._in_flight, None
         reduction.work.wait()
         self._add_to_shard(self._mean(reduction.piece))
-        self.reduced |= reduction.params
-        for index in reduction.params:
+        self.settling |= reduction.params
+
+    def settle(self, params: set[int]) -> None:
+        """`params` are those that got a gradient from some rank; only now `.grad` shows it and hooks see it."""
+        self.settling = set()
+        self.reduced |= params
+        for index in sorted(params):
             for hook in self._post_hooks.get(index, ()):
                 hook(self.group.params[index])
 
@@ -102,11 +108,15 @@ class GroupGradients:
 
     def grad_of(self, index: int) -> Tensor | None:
         param = self.group.params[index]
-        if index in self.written:
+        if index in self.written | self._unsettled():
             return PendingGrad(param, self.group.unit)
         if index not in self.reduced or self.group.shard.grad is None:
             return None
         return ShardedParam(self.group.local(self.group.shard.grad, index), param.place, is_param=False)
+
+    def _unsettled(self) -> set[int]:
+        """Parameters whose reduction was issued, but whose backward is not over (or was ended by an exception)."""
+        return self.settling if self._in_flight is None else self.settling | self._in_flight.params
 
     def set_grad(self, index: int, grad: Tensor | None) -> None:
         """None discards what this parameter has accumulated or reduced; a tensor sharded alike replaces it."""
@@ -125,9 +135,11 @@ class GroupGradients:
             start = self.group.layout.offsets[index]
             self.full[start : start + self.group.layout.numels[index]].zero_()
             self.full = self.full if self.written else None
-        if index in self.reduced:
+        if index in self.reduced | self._unsettled():
+            self.finish_reduce()
             self.reduced.discard(index)
-            if not self.reduced:
+            self.settling.discard(index)
+            if not self.reduced | self.settling:
                 self.group.shard.grad = None
             elif self.group.shard.grad is not None:
                 self.group.local(self.group.shard.grad, index).zero_()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fsdp_passes._compat import queue_backward_callback
+from fsdp_passes.runtime.collectives import any_rank
 
 if TYPE_CHECKING:
     from fsdp_passes.sharding.group import FlatGroup
@@ -24,7 +26,8 @@ class ShardedModel:
         self.requires_sync = True
         self.divide_factor: float | None = None
         self._reducing: FlatGroup | None = None
-        self.gathered: dict[int, tuple[Tensor, list[Tensor]]] | None = None
+        self._settling: list[FlatGroup] = []
+        self.gathered: dict[int, _Gathered] | None = None
 
     def gradient_divide_factor(self, world_size: int) -> float:
         return world_size if self.divide_factor is None else self.divide_factor
@@ -48,6 +51,7 @@ class ShardedModel:
             if self.requires_sync:
                 self.issue_reduce(group)
         self._finish_reduce()
+        self._settle()
 
     def issue_reduce(self, group: FlatGroup) -> None:
         """Start a group's reduction and end the one before it: one full buffer in flight, not all of them."""
@@ -60,7 +64,18 @@ class ShardedModel:
     def _finish_reduce(self) -> None:
         if self._reducing is not None:
             self._reducing.gradients.finish_reduce()
+            self._settling.append(self._reducing)
             self._reducing = None
+
+    def _settle(self) -> None:
+        """Parameters without a gradient on any rank keep `.grad` None: one byte each, in one all-reduce."""
+        groups, self._settling = self._settling, []
+        if not groups:
+            return
+        flags = [index in group.gradients.settling for group in groups for index in range(len(group.params))]
+        on_some_rank = iter(any_rank(flags, groups[0].shard.device, groups[0].process_group))
+        for group in groups:
+            group.gradients.settle({index for index in range(len(group.params)) if next(on_some_rank)})
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -68,12 +83,11 @@ class ShardedModel:
         self.gathered = {}
         try:
             yield
-            for full, _ in self.gathered.values():
-                if full._version:
-                    raise RuntimeError(
-                        "fsdp_passes: expected forward to leave its parameters alone, got an in-place operation on "
-                        "one, which edited a gathered copy; edit it outside of forward"
-                    )
+            if any(gathered.was_edited() for gathered in self.gathered.values()):
+                raise RuntimeError(
+                    "fsdp_passes: expected forward to leave its parameters alone, got an in-place operation on one, "
+                    "which edited a gathered copy; edit it outside of forward"
+                )
         finally:
             self.gathered = None
 
@@ -81,11 +95,28 @@ class ShardedModel:
         """Parameter `index` of `group` inside an eager forward. A leaf in every grad mode, as parameters are."""
         assert self.gathered is not None
         if id(group) not in self.gathered:
-            with torch.inference_mode(False), torch.enable_grad():
-                full = torch.ops.fsdp_opt.unshard(
-                    group.shard, group.layout.world_size, group.compute_dtype, reshard=group.reshard
-                )
-                pieces = full.split_with_sizes(group.layout.sizes)
-                shapes = zip(group.layout.pieces, group.layout.shapes, strict=True)
-                self.gathered[id(group)] = full, [pieces[piece].view(shape) for piece, shape in shapes]
-        return self.gathered[id(group)][1][index]
+            self.gathered[id(group)] = _Gathered.from_group(group)
+        return self.gathered[id(group)].params[index]
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """The parameters of a flat group as views of `full`, whose version moves when one of them is edited."""
+
+    full: Tensor
+    version: int
+    params: tuple[Tensor, ...]
+
+    @classmethod
+    def from_group(cls, group: FlatGroup) -> _Gathered:
+        layout = group.layout
+        with torch.inference_mode(False), torch.enable_grad():
+            full = torch.ops.fsdp_opt.unshard(
+                group.shard, layout.world_size, group.compute_dtype, reshard=group.reshard
+            )
+            pieces = full.split_with_sizes(layout.sizes)
+            places = zip(layout.pieces, layout.shapes, strict=True)
+            return cls(full, full._version, tuple(pieces[piece].view(shape) for piece, shape in places))
+
+    def was_edited(self) -> bool:
+        return self.full._version != self.version

@@ -37,6 +37,10 @@ class PendingGrad(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PendingGrad(shape={tuple(self.shape)}, unit={self._unit!r})"
 
+    def full_tensor(self) -> NoReturn:
+        """As a reduced gradient has it; there is nothing to show yet."""
+        _refuse(self.full_tensor, self._unit)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HARMLESS:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_passes._compat import map_tensors
 from fsdp_passes.runtime.collectives import broadcast_from_first, scatter_from_first
-from fsdp_passes.sharding.checks import check_mesh, check_model
+from fsdp_passes.sharding.checks import check_mesh, check_model, check_types
 from fsdp_passes.sharding.group import FlatGroup
 from fsdp_passes.sharding.layout import Layout, align_elems, plan_layout
 from fsdp_passes.sharding.model import ShardedModel
@@ -36,6 +36,14 @@ class Precision:
     param: torch.dtype | None = None
     reduce: torch.dtype | None = torch.float32
     cast_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("param", "reduce"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"{name}: expected a floating torch.dtype or None, got {dtype!r}")
+        if self.cast_inputs and self.param is None:
+            raise ValueError("cast_inputs: expected a Precision with param, the dtype to cast to, got param=None")
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.param if self.param is not None and dtype.is_floating_point else dtype
@@ -96,7 +104,8 @@ def shard(
     target = unwrap(model)
     check_model(target)
     mesh = check_mesh(mesh, next(target.parameters()).device.type)
-    precision = precision or _SAME
+    precision = _SAME if precision is None else precision
+    check_types(precision, Precision, reshard_after_forward)
     plans = plan_groups(target, find_units(target, units))
     reshards = {plan.unit: _reshards(reshard_after_forward, plan.unit) for plan in plans}
 

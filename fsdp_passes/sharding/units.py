@@ -31,6 +31,8 @@ def find_units(model: nn.Module, units: Units) -> dict[str, nn.Module]:
                 "units: expected a predicate that accepts at least one submodule, got one that accepts none"
             )
         return found
+    if not isinstance(units, Iterable):
+        raise ValueError(f'units: expected "auto", module classes, names or a predicate, got {units!r}')
     return _named_units(model, list(units))
 
 
@@ -66,13 +68,12 @@ def _auto_units(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _repeated_blocks(module: nn.Module, prefix: str) -> dict[str, nn.Module]:
+    """Children of the outermost lists of repeated blocks in `module`, which may be one itself."""
+    if _holds_repeated_blocks(module):
+        return {f"{prefix}{name}": block for name, block in module.named_children() if _has_parameters(block)}
     found: dict[str, nn.Module] = {}
     for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if _holds_repeated_blocks(child):
-            found |= {f"{path}.{key}": block for key, block in child.named_children() if _has_parameters(block)}
-        else:
-            found |= _repeated_blocks(child, f"{path}.")
+        found |= _repeated_blocks(child, f"{prefix}{name}.")
     return found
 
 

@@ -116,7 +116,9 @@ class TestPlans(expecttest.TestCase):
 
     def test_an_item_stays_with_the_tuple_that_it_is_taken_from(self) -> None:
         got = dump_plan(plan_of(SPLIT_ACROSS_A_CUT))
-        self.assertExpectedInline(got, """\
+        self.assertExpectedInline(
+            got,
+            """\
 plan bwd (s, x)
    0 run     values = region_0(x) drop (x)
    1 issue   full: f32[16] = gather(s)
@@ -138,11 +140,14 @@ region_1:
    3         piece: f32[8] = pieces[0]
    4         y: f32[8] = aten.mul.Tensor(values, piece)
    5         return (y,)
-""")
+""",
+        )
 
     def test_views_of_a_buffer_are_repeated(self) -> None:
         got = dump_plan(plan_of(VIEW_IN_TWO_REGIONS))
-        self.assertExpectedInline(got, """\
+        self.assertExpectedInline(
+            got,
+            """\
 plan bwd (s, r)
    0 issue   full: f32[16] = gather(s)
    1 wait    full
@@ -169,11 +174,14 @@ region_1:
    4         w: f32[4,4] = aten.view(full_1, [4, 4])
    5         z: f32[4,4] = aten.mm(t, w)
    6         return (z,)
-""")
+""",
+        )
 
     def test_returned_views_are_results(self) -> None:
         got = dump_plan(plan_of(RETURNED_VIEW))
-        self.assertExpectedInline(got, """\
+        self.assertExpectedInline(
+            got,
+            """\
 plan bwd (s)
    0 issue   full: f32[16] = gather(s)
    1 wait    full
@@ -186,20 +194,26 @@ region_0:
    2         t: f32[4,4]{1,4} = aten.t(v)
    3         y: f32[4,4]{1,4} = aten.neg(t)
    4         return (v, y)
-""")
+""",
+        )
 
     def test_the_buffer_of_a_returned_view_is_neither_released_nor_dropped(self) -> None:
         got = dump_plan(plan_of(VIEW_ALONE_IS_RETURNED)).partition("\n\n")[0]
-        self.assertExpectedInline(got, """\
+        self.assertExpectedInline(
+            got,
+            """\
 plan bwd (s)
    0 issue   full: f32[16] = gather(s)
    1 wait    full
    2 run     v, y = region_0(full)
-   3         return (v, y)""")
+   3         return (v, y)""",
+        )
 
     def test_constants_are_repeated(self) -> None:
         got = dump_plan(plan_of(CONSTANT))
-        self.assertExpectedInline(got, """\
+        self.assertExpectedInline(
+            got,
+            """\
 plan bwd (s)
    0 run     y = region_0()
    1 issue   full: f32[4] = gather(s)
@@ -218,11 +232,14 @@ region_1:
    1         c: f32[4] = get_attr("c")
    2         z: f32[4] = aten.mul.Tensor(full, c)
    3         return (z,)
-""")
+""",
+        )
 
     def test_inputs_that_are_outputs(self) -> None:
         got = dump_plan(plan_of(INPUTS_ARE_OUTPUTS))
-        self.assertExpectedInline(got, """\
+        self.assertExpectedInline(
+            got,
+            """\
 plan bwd (s, _, x)
    0 run     y = region_0(x)
    1         return (s, y, x, None, 3)
@@ -231,11 +248,14 @@ region_0:
    0         x: f32[4] = input()
    1         y: f32[4] = aten.neg(x)
    2         return (y,)
-""")
+""",
+        )
 
     def test_no_communication_is_one_region(self) -> None:
         got = dump_plan(plan_of(NO_COMMUNICATION))
-        self.assertExpectedInline(got, """\
+        self.assertExpectedInline(
+            got,
+            """\
 plan bwd (x)
    0 run     z = region_0(x) drop (x)
    1         return (z)
@@ -245,18 +265,24 @@ region_0:
    1         y: f32[4] = aten.neg(x)
    2         z: f32[4] = aten.exp(y)
    3         return (z,)
-""")
+""",
+        )
 
     def test_nothing_at_all(self) -> None:
         got = dump_plan(plan_of(EMPTY))
-        self.assertExpectedInline(got, """\
+        self.assertExpectedInline(
+            got,
+            """\
 plan bwd (_)
    0         return ()
-""")
+""",
+        )
 
     def test_a_region_may_only_write(self) -> None:
         got = dump_plan(plan_of(WRITES))
-        self.assertExpectedInline(got, """\
+        self.assertExpectedInline(
+            got,
+            """\
 plan bwd (s, x)
    0 issue   full: f32[4] = gather(s)
    1 wait    full
@@ -276,11 +302,14 @@ region_1:
    1         y: f32[4] = input()
    2         done: f32[4] = aten.copy_(x, y)
    3         return ()
-""")
+""",
+        )
 
     def test_gradients_end_regions(self) -> None:
         got = dump_plan(plan_of(GRADIENTS))
-        self.assertExpectedInline(got, """\
+        self.assertExpectedInline(
+            got,
+            """\
 plan bwd (s, x)
    0 run     g = region_0(x)
    1         accumulate(g, s, None)
@@ -299,7 +328,8 @@ region_1:
    1         x: f32[4] = input()
    2         h: f32[4] = aten.mul.Tensor(g, x)
    3         return (h,)
-""")
+""",
+        )
 
 
 def test_constants_keep_their_values() -> None:

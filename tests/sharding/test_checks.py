@@ -1,0 +1,318 @@
+"""Bad input is refused with a ValueError that says argument, expected and given, before anything is changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_passes as fsdp
+from fsdp_passes.options import Options
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Rank 0 of 2 in this process; collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def tiny() -> Any:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+
+
+def _state(model: Any) -> list[tuple[Any, ...]]:
+    if not isinstance(model, nn.Module):
+        return []
+    return [
+        (name, id(module), type(module), set(vars(module)), {k: id(p) for k, p in module._parameters.items()})
+        for name, module in model.named_modules()
+    ]
+
+
+def refused(model: Any, message: str, **arguments: Any) -> None:
+    """shard() raises ValueError with exactly `message`, and leaves classes, attributes and parameters alone."""
+    before = _state(model)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
+        fsdp.shard(model, **arguments)
+    assert _state(model) == before
+    argument = str(caught.value).split(":")[0]
+    assert argument in {"model", "mesh", "units", "precision", "reshard_after_forward"}
+    assert "expected " in str(caught.value)
+    assert ", got " in str(caught.value)
+
+
+def test_no_process_group() -> None:
+    assert not dist.is_initialized()
+    refused(tiny(), "mesh: expected an initialised process group (init_process_group or torchrun), got none")
+
+
+def test_every_state_change_would_be_seen(two_ranks: None) -> None:
+    """What `refused` compares does change when sharding succeeds."""
+    model = tiny()
+    before = _state(model)
+    fsdp.shard(model)
+    assert all(old != new for old, new in zip(before, _state(model), strict=True) if old[4])
+
+
+def _with_parameter(make: Callable[[], Any]) -> nn.Module:
+    model = tiny()
+    model[0].weight = make()
+    return model
+
+
+def _hooked() -> nn.Parameter:
+    param = nn.Parameter(torch.ones(2, 2))
+    param.register_hook(lambda grad: grad)
+    return param
+
+
+def _post_hooked() -> nn.Parameter:
+    param = nn.Parameter(torch.ones(2, 2))
+    param.register_post_accumulate_grad_hook(lambda param: None)
+    return param
+
+
+class Subclass(nn.Parameter):
+    pass
+
+
+class KeepsReference(nn.Module):
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.kept = wrap(self.linear.weight)
+
+
+def _mixed_devices() -> nn.Module:
+    model = tiny()
+    model[2].to("meta")
+    return model
+
+
+def _meta_buffer() -> nn.Module:
+    model = tiny()
+    model[1].running_mean = torch.empty(2, device="meta")
+    return model
+
+
+_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no module": (lambda: [nn.Linear(2, 2)], "model: expected an nn.Module, got list"),
+    "no parameter": (nn.ReLU, "model: expected at least one parameter, got none"),
+    "lazy": (
+        lambda: nn.Sequential(nn.LazyLinear(2)),
+        "model: expected initialised parameters, got lazy 0.weight; run one forward before shard()",
+    ),
+    "subclass": (
+        lambda: _with_parameter(lambda: Subclass(torch.ones(2, 2))),
+        "model: expected plain dense parameters, got 0.weight of type Subclass",
+    ),
+    "sparse layout": (
+        lambda: _with_parameter(lambda: nn.Parameter(torch.ones(2, 2).to_sparse())),
+        "model: expected plain dense parameters, got 0.weight of ",
+    ),
+    "hook": (
+        lambda: _with_parameter(_hooked),
+        "model: expected parameters without hooks, got 0.weight with one; register it after shard()",
+    ),
+    "post-accumulate hook": (
+        lambda: _with_parameter(_post_hooked),
+        "model: expected parameters without hooks, got 0.weight with one",
+    ),
+    "meta": (
+        lambda: tiny().to("meta"),
+        "model: expected parameters with values, got 0.weight on the meta device",
+    ),
+    "two devices": (_mixed_devices, "model: expected everything on cpu, got 2.weight on meta"),
+    "buffer on another device": (_meta_buffer, "model: expected everything on cpu, got 1.running_mean on meta"),
+    "TorchScript": (
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))),
+        "model: expected Python modules, got the TorchScript module 0",
+    ),
+    "max_norm": (
+        lambda: nn.Sequential(nn.Embedding(3, 2, max_norm=1.0)),
+        "model: expected max_norm=None, got 0 with 1.0: it edits its weight",
+    ),
+    "sparse embedding": (
+        lambda: nn.Sequential(nn.EmbeddingBag(3, 2, sparse=True)),
+        "model: expected dense gradients, got 0 with sparse=True",
+    ),
+    "list of parameters": (
+        lambda: KeepsReference(lambda weight: [weight]),
+        "model: expected parameters to be reached as attributes only, got KeepsReference.kept, which keeps",
+    ),
+    "nested parameters": (
+        lambda: nn.Sequential(KeepsReference(lambda weight: {"w": (1, weight)})),
+        "model: expected parameters to be reached as attributes only, got 0.kept, which keeps",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _MODELS)
+def test_models(case: str, two_ranks: None) -> None:
+    make, message = _MODELS[case]
+    refused(make(), message)
+
+
+def test_a_model_that_is_sharded(two_ranks: None) -> None:
+    model: Any = fsdp.shard(tiny())
+    message = "model: expected a model that is not sharded, got one that shard() has already sharded"
+    refused(model, message)
+    refused(model[0], message)
+    refused(nn.Sequential(nn.Linear(2, 2), model), message)
+
+
+def _sub_mesh() -> DeviceMesh:
+    return DeviceMesh("cpu", [0])
+
+
+def _square_mesh() -> DeviceMesh:
+    return DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
+
+
+_MESHES: dict[str, tuple[Callable[[], Any], str]] = {
+    "no mesh": (lambda: 2, "mesh: expected a DeviceMesh or None, got int"),
+    "process group": (lambda: dist.group.WORLD, "mesh: expected a DeviceMesh or None, got "),
+    "two dimensions": (_square_mesh, "mesh: expected one dimension, got 2 of sizes (2, 1)"),
+    "some of the ranks": (
+        _sub_mesh,
+        "mesh: expected a mesh over all 2 ranks, or a dimension of one, got a mesh over 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _MESHES)
+def test_meshes(case: str, two_ranks: None) -> None:
+    make, message = _MESHES[case]
+    refused(tiny(), message, mesh=make())
+
+
+def test_parameters_on_another_device_than_the_mesh(two_ranks: None) -> None:
+    message = "model: expected parameters on the mesh's device cuda, got cpu"
+    refused(tiny(), message, mesh=DeviceMesh("cuda", [0, 1], _init_backend=False))
+
+
+def test_a_dimension_of_a_larger_mesh_is_accepted(two_ranks: None) -> None:
+    model = fsdp.shard(tiny(), mesh=_square_mesh()["replicate"])
+    assert fsdp.summary(model).world_size == 2
+
+
+_UNITS: dict[str, tuple[Any, str]] = {
+    "name": ("2.bias", "units: expected a submodule's name or class, got '2.bias', which matches nothing"),
+    "one of several": (["0", "9"], "units: expected a submodule's name or class, got '9', which matches nothing"),
+    "class": (nn.Conv2d, "units: expected a submodule's name or class, got <class 'torch.nn.modules.conv.Conv2d'>"),
+    "classes": ((nn.Linear, nn.GRU), "units: expected a submodule's name or class, got <class 'torch.nn.modules."),
+    "number in a list": ([0], "units: expected a submodule's name or class, got 0, which matches nothing"),
+    "empty": ([], 'units: expected "auto", module classes, names or a predicate, got an empty collection'),
+    "predicate": (
+        lambda name, module: False,
+        "units: expected a predicate that accepts at least one submodule, got one that accepts none",
+    ),
+    "number": (3, 'units: expected "auto", module classes, names or a predicate, got 3'),
+    "None": (None, 'units: expected "auto", module classes, names or a predicate, got None'),
+}
+
+
+@pytest.mark.parametrize("case", _UNITS)
+def test_units(case: str, two_ranks: None) -> None:
+    units, message = _UNITS[case]
+    refused(tiny(), message, units=units)
+
+
+_OTHER_ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "a dtype for a precision": lambda: {"precision": torch.bfloat16},
+    "a string for a dtype": lambda: {"precision": fsdp.Precision(param="bf16")},  # type: ignore[arg-type]
+    "an integer dtype": lambda: {"precision": fsdp.Precision(reduce=torch.int32)},
+    "a string for a bool": lambda: {"reshard_after_forward": "no"},
+}
+
+
+@pytest.mark.parametrize("case", _OTHER_ARGUMENTS)
+def test_other_arguments(case: str, two_ranks: None) -> None:
+    model = tiny()
+    before = _state(model)
+    with pytest.raises(ValueError, match=r"^(precision|reshard_after_forward|param|reduce): expected .*, got "):
+        fsdp.shard(model, **_OTHER_ARGUMENTS[case]())
+    assert _state(model) == before
+
+
+class Broken(Exception):
+    pass
+
+
+def _raise(*_: Any) -> Any:
+    raise Broken
+
+
+@pytest.mark.parametrize("argument", ["units", "reshard_after_forward"])
+def test_a_predicate_that_raises_changes_nothing(argument: str, two_ranks: None) -> None:
+    model = tiny()
+    before = _state(model)
+    with pytest.raises(Broken):
+        arguments: dict[str, Any] = {argument: _raise}
+        fsdp.shard(model, **arguments)
+    assert _state(model) == before
+
+
+@pytest.mark.parametrize("function", [fsdp.summary, fsdp.full_state_dict, lambda m: fsdp.clip_grad_norm_(m, 1.0)])
+def test_functions_of_sharded_models_refuse_a_plain_one(function: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(ValueError, match=r"^model: expected a model that shard\(\) has sharded, got a plain Linear$"):
+        function(nn.Linear(2, 2))
+
+
+KNOWN = "grad_path, codegen, verify, dump_dir"
+_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"gradpath": "cat"}, f"options: expected names among {KNOWN}, got 'gradpath'"),
+    "unknown among known": ({"verify": 2, "Verify": 2}, f"options: expected names among {KNOWN}, got 'Verify'"),
+    "grad_path": ({"grad_path": "dog"}, "options['grad_path']: expected one of ('cat',), got 'dog'"),
+    "codegen": ({"codegen": "c"}, "options['codegen']: expected one of ('fx',), got 'c'"),
+    "codegen of a later version": ({"codegen": "inductor"}, "options['codegen']: expected one of ('fx',), got "),
+    "verify": ({"verify": 3}, "options['verify']: expected one of (0, 1, 2), got 3"),
+    "bool for a number": ({"verify": True}, "options['verify']: expected one of (0, 1, 2), got True"),
+    "string for a number": ({"verify": "1"}, "options['verify']: expected one of (0, 1, 2), got '1'"),
+    "list": ({"codegen": ["fx"]}, "options['codegen']: expected one of ('fx',), got ['fx']"),
+    "dump_dir": ({"dump_dir": 3}, "options['dump_dir']: expected a path or None, got 3"),
+}
+
+
+@pytest.mark.parametrize("case", _OPTIONS)
+def test_options(case: str) -> None:
+    options, message = _OPTIONS[case]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        Options.parse(options)
+
+
+def test_options_that_are_no_mapping() -> None:
+    with pytest.raises(ValueError, match=r"^options: expected "):
+        Options.parse("verify")  # type: ignore[arg-type]
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FSDP_PASSES_DUMP", raising=False)
+    assert Options.parse(None) == Options.parse({}) == Options("cat", "fx", 1, None)
+
+
+def test_the_dump_folder_comes_from_the_environment_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_PASSES_DUMP", "from_environment")
+    assert str(Options.parse({}).dump_dir) == "from_environment"
+    assert str(Options.parse({"dump_dir": "given"}).dump_dir) == "given"
+
+
+def test_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^mode: expected None, got 'max-autotune'; this backend takes options$"):
+        fsdp.fsdp_opt(torch.fx.GraphModule({}, torch.fx.Graph()), [], mode="max-autotune")
+
+
+@pytest.mark.parametrize("arguments", [{"options": {"speed": 11}}, {"mode": "fast"}])
+def test_torch_compile_shows_the_refusal(arguments: dict[str, Any]) -> None:
+    run = torch.compile(nn.Linear(2, 2), backend="fsdp_opt", **arguments)
+    with pytest.raises(Exception, match=f"expected names among {KNOWN}, got 'speed'|expected None, got 'fast'"):
+        run(torch.ones(1, 2))
