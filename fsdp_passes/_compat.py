@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,19 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+TESTED_VERSIONS = ("2.13", "2.14")
+
+
+def warn_if_untested(version: str) -> None:
+    """A warning, never a failure, where the whole test suite did not run on that version of torch."""
+    if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
+        warnings.warn(
+            f"fsdp_passes: expected torch {' or '.join(TESTED_VERSIONS)}, which it is tested on, got {version}; "
+            "it may work all the same",
+            stacklevel=3,
+        )
+
 
 # How Dynamo writes `with torch.no_grad()` and `with torch.inference_mode()` into a graph: +1 enters, -1 leaves.
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # torch 2.13

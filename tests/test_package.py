@@ -8,6 +8,7 @@ import functools
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,3 +189,13 @@ def test_the_readmes_table_of_options() -> None:
 def test_public_names() -> None:
     assert fsdp_passes.__all__ == sorted(fsdp_passes.__all__)
     assert all(hasattr(fsdp_passes, name) for name in fsdp_passes.__all__)
+
+
+@pytest.mark.parametrize(
+    "version, warns", [("2.13.0+cpu", False), ("2.14.1", False), ("2.11.0", True), ("3.0.0a0", True)]
+)
+def test_an_untested_torch_is_warned_about(version: str, warns: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fsdp_passes._compat.warn_if_untested(version)
+    assert [f"got {version}" in str(warning.message) for warning in caught] == [True] * warns
