@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -219,3 +220,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
     from torch.utils._pytree import tree_map_only  # torch 2.13
 
     return tree_map_only(Tensor, function, values)
+
+
+def warn_once(log: logging.Logger, message: str) -> None:
+    from torch._logging import warning_once  # torch 2.13
+
+    warning_once(log, message)
+
+
+def reads_data(node: Any) -> bool:
+    """Whether a node of Dynamo's graph is `tensor.data`."""
+    return "_get_data_attr" in str(node.target)  # torch 2.13: torch._C._autograd._get_data_attr

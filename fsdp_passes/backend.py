@@ -6,24 +6,29 @@ each graph ─ passes ─► scheduled graph ─ cut ─► plan + regions ─�
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
 
-from fsdp_passes._compat import aot_compile, compiled_autograd_is_on, donate_no_saved_tensors
+from fsdp_passes._compat import (
+    aot_compile,
+    compiled_autograd_is_on,
+    donate_no_saved_tensors,
+    warn_once,
+)
 from fsdp_passes.capture.joint import partition
 from fsdp_passes.capture.reads import merge_reads
-from fsdp_passes.capture.shards import label_shards
+from fsdp_passes.capture.shards import find_shards, label_shards
 from fsdp_passes.codegen.compile import compile_region
 from fsdp_passes.codegen.regions import cut
-from fsdp_passes.inspect.dump import GraphDumps, open_folder
-from fsdp_passes.ir.ops import is_shard
+from fsdp_passes.inspect.dump import DumpFolder
+from fsdp_passes.ir.ops import ShardInput
+from fsdp_passes.ir.passes import run_passes
 from fsdp_passes.options import Options
-from fsdp_passes.passes.base import Pass, run_passes
-from fsdp_passes.passes.pipeline import BACKWARD, FORWARD
+from fsdp_passes.passes.pipeline import PASSES
 from fsdp_passes.runtime.executor import Executor
 
 log = logging.getLogger(__name__)
@@ -40,40 +45,38 @@ def fsdp_opt(
     if mode is not None:
         raise ValueError(f"mode: expected None, got {mode!r}; this backend takes options")
     parsed = Options.parse(options)
-    if not any(is_shard(tensor) for tensor in example_inputs):
-        _say_unsharded()
+    shards = find_shards(example_inputs)
+    if not shards:
+        warn_once(log, "fsdp_opt: a graph reads no sharded parameter; it is compiled as it is")
     if compiled_autograd_is_on():
-        _say_compiled_autograd()
+        warn_once(log, "fsdp_opt: compiled autograd traces backward anew; every backward reduces its gradients")
     merge_reads(gm)
-    folder, number = open_folder(parsed.dump_dir)
-
-    def compiler(direction: str, passes: Sequence[Pass], trains: bool = False) -> Callable[..., Executor]:
-        def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Executor:
-            donate_no_saved_tensors()
-            dumps = GraphDumps(folder, number, direction)
-            label_shards(graph.graph, example_inputs)
-            run_passes(graph, passes, parsed.verify, dumps.write_graph)
-            plan = cut(graph, direction, trains)
-            dumps.write_plan(plan)
-            return Executor(plan, [compile_region(region, parsed.codegen) for region in plan.regions])
-
-        return compile_graph
-
+    compile_graph = partial(_compile_graph, shards, parsed, DumpFolder.next_graph(parsed.dump_dir))
     return aot_compile(
         gm,
         example_inputs,
-        fw_compiler=compiler("fwd", FORWARD, trains=True),
-        bw_compiler=compiler("bwd", BACKWARD),
-        inference_compiler=compiler("fwd", FORWARD),
+        fw_compiler=partial(compile_graph, "fwd", True),
+        bw_compiler=partial(compile_graph, "bwd", False),
+        inference_compiler=partial(compile_graph, "fwd", False),
         partition_fn=partition,
     )
 
 
-@functools.cache
-def _say_unsharded() -> None:
-    log.warning("fsdp_opt: this graph reads no sharded parameter; it is compiled as it is")
-
-
-@functools.cache
-def _say_compiled_autograd() -> None:
-    log.warning("fsdp_opt: compiled autograd traces backward anew; gradients are reduced in every backward")
+def _compile_graph(
+    shards: Mapping[int, ShardInput],
+    options: Options,
+    folder: DumpFolder,
+    direction: str,
+    trains: bool,
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+) -> Executor:
+    """One graph of AOTAutograd to what runs; `trains`: it is a forward whose backward is to come."""
+    if trains:
+        donate_no_saved_tensors()
+    dumps = folder.stages_of(direction)
+    label_shards(graph.graph, shards)
+    run_passes(graph, PASSES[direction], options.verify, dumps.write_graph)
+    plan = cut(graph, direction, trains)
+    dumps.write_plan(plan)
+    return Executor(plan, [compile_region(region, options.codegen) for region in plan.regions])

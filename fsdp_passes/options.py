@@ -39,7 +39,8 @@ class Options:
             choices = _CHOICES.get(name)
             if choices is not None and (type(value), value) not in [(type(c), c) for c in choices]:
                 raise ValueError(f"options[{name!r}]: expected one of {choices}, got {value!r}")
-        dump_dir = given.pop("dump_dir", None) or os.environ.get(DUMP_VARIABLE)
+        dump_dir = given.pop("dump_dir", None)
         if dump_dir is not None and not isinstance(dump_dir, str | os.PathLike):
             raise ValueError(f"options['dump_dir']: expected a path or None, got {dump_dir!r}")
+        dump_dir = dump_dir or os.environ.get(DUMP_VARIABLE)
         return cls(**given, dump_dir=Path(dump_dir) if dump_dir else None)

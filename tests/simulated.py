@@ -18,13 +18,12 @@ WORLD_SIZE = 2
 
 
 class SimulatedGroup:
-    """Owner of a shard, and its gradients and model in one: every rank holds the same piece."""
+    """Owner of a shard whose every rank holds the same piece."""
 
     unit = "simulated"
 
     def __init__(self, shard: Tensor) -> None:
         self._shard = shard
-        self.gradients = self.model = self
         self.forwards = 0
         self.full_grad: Tensor | None = None
         self.pieces: list[tuple[int, ...] | None] = []
@@ -46,11 +45,11 @@ class SimulatedGroup:
         self.full_grad = full_grad.clone() if self.full_grad is None else self.full_grad + full_grad
         self.pieces.append(pieces)
 
+    def expect_backward(self) -> None:
+        self.forwards += 1
+
     def reduce_if_complete(self) -> None:
         self.reductions += 1
-
-    def reduce_after_backward(self) -> None:
-        pass
 
     @property
     def reduced(self) -> Tensor | None:
@@ -85,7 +84,8 @@ def random_inputs(gm: fx.GraphModule) -> list[Any]:
         like = node.meta["val"]
         value = torch.randn(tuple(like.shape), generator=generator).to(like.dtype)
         if "fsdp" in node.meta:
-            set_owner(value, SimulatedGroup(value))
+            value.group = SimulatedGroup(value)  # a storage holds its owner weakly
+            set_owner(value, value.group)
         values.append(value)
     return values
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_passes._compat import INFERENCE_MODE, SET_GRAD_ENABLED
+from fsdp_passes._compat import INFERENCE_MODE, SET_GRAD_ENABLED, reads_data
 from fsdp_passes.ir.nodes import calls, operand
 from fsdp_passes.ir.ops import UNSHARD
 
@@ -136,7 +136,7 @@ def _refuse_edits(gm: fx.GraphModule) -> None:
     """An in-place operation on a parameter would edit a gathered copy and be lost."""
     for graph in [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]:
         for read in [node for node in graph.nodes if _is_parameter(node)]:
-            aliases = [read, *(user for user in read.users if "_get_data_attr" in str(user.target))]
+            aliases = [read, *(user for user in read.users if reads_data(user))]
             if any(alias.meta["example_value"]._version for alias in aliases):
                 raise RuntimeError(
                     "fsdp_passes: expected forward to leave its parameters alone, got an in-place operation on one "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -11,9 +11,14 @@ from fsdp_passes._compat import argument_index
 from fsdp_passes.ir.ops import ShardInput, is_shard, owner_of
 
 
-def label_shards(graph: fx.Graph, arguments: Sequence[Any]) -> None:
-    """Put a `ShardInput` on each placeholder that is a shard among `arguments`, the real ones of Dynamo."""
+def find_shards(arguments: Sequence[Any]) -> dict[int, ShardInput]:
+    """The shards among the real arguments of Dynamo's graph, by position. Keeps none of the arguments alive."""
+    return {i: ShardInput(owner_of(value).unit) for i, value in enumerate(arguments) if is_shard(value)}
+
+
+def label_shards(graph: fx.Graph, shards: Mapping[int, ShardInput]) -> None:
+    """Put its `ShardInput` on each placeholder that stands for one of `shards`."""
     for node in graph.find_nodes(op="placeholder"):
         index = argument_index(node)
-        if index is not None and is_shard(arguments[index]):
-            node.meta["fsdp"] = ShardInput(owner_of(arguments[index]).unit)
+        if index is not None and index in shards:
+            node.meta["fsdp"] = shards[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,14 +15,35 @@ from fsdp_passes.schedule.plan import Plan
 from fsdp_passes.schedule.plan_text import dump_plan
 
 
+@dataclass(frozen=True)
+class DumpFolder:
+    """Where this rank writes one captured graph, as number `graph`; nowhere when `path` is None."""
+
+    path: Path | None
+    graph: int = 0
+
+    @classmethod
+    def next_graph(cls, dump_dir: Path | None) -> DumpFolder:
+        """The next free number in `<dump_dir>/rank<r>`, which is made if need be."""
+        if dump_dir is None:
+            return cls(None)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        path = dump_dir / f"rank{rank}"
+        path.mkdir(parents=True, exist_ok=True)
+        numbers = [int(found[1]) for file in path.iterdir() if (found := re.match(r"graph(\d+)\.", file.name))]
+        return cls(path, max(numbers, default=-1) + 1)
+
+    def stages_of(self, direction: str) -> GraphDumps:
+        return GraphDumps(self, direction)
+
+
 @dataclass
 class GraphDumps:
-    """Writes the stages of one graph and direction, numbered in order; nothing when `folder` is None."""
+    """Writes the stages of one graph and direction, numbered in order."""
 
-    folder: Path | None
-    graph: int
+    folder: DumpFolder
     direction: str
-    _stages: int = field(default=0, init=False)
+    _num_stages: int = field(default=0, init=False)
 
     def write_graph(self, stage: str, gm: fx.GraphModule) -> None:
         self._write(stage, lambda: dump(gm))
@@ -29,20 +51,9 @@ class GraphDumps:
     def write_plan(self, plan: Plan) -> None:
         self._write("plan", lambda: dump_plan(plan))
 
-    def _write(self, stage: str, text) -> None:
-        if self.folder is None:
+    def _write(self, stage: str, text: Callable[[], str]) -> None:
+        if self.folder.path is None:
             return
-        path = self.folder / f"graph{self.graph}.{self.direction}.{self._stages:02}.{stage}.txt"
-        path.write_text(text(), encoding="ascii")
-        self._stages += 1
-
-
-def open_folder(dump_dir: Path | None) -> tuple[Path | None, int]:
-    """This rank's folder, made if need be, and the number of the next graph in it."""
-    if dump_dir is None:
-        return None, 0
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    folder = dump_dir / f"rank{rank}"
-    folder.mkdir(parents=True, exist_ok=True)
-    numbers = [int(found[1]) for path in folder.iterdir() if (found := re.match(r"graph(\d+)\.", path.name))]
-    return folder, max(numbers, default=-1) + 1
+        name = f"graph{self.folder.graph}.{self.direction}.{self._num_stages:02}.{stage}.txt"
+        (self.folder.path / name).write_text(text(), encoding="ascii")
+        self._num_stages += 1

@@ -13,6 +13,7 @@ Scheduled graphs contain the others. They are never called: the plan says what e
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -35,7 +36,7 @@ class ShardOwner(Protocol):
     def reduce(self, full_grad: Tensor) -> Tensor:
         """Mean over ranks of this rank's piece of `full_grad`: 1-D, the shard's dtype."""
 
-    def accumulate_eagerly(self, full_grad: Tensor) -> None:
+    def accumulate(self, full_grad: Tensor) -> None:
         """Add one backward's gradient of the whole; reduced when that backward ends, if it synchronises."""
 
 
@@ -47,8 +48,11 @@ class ShardInput:
 
 
 def set_owner(shard: Tensor, owner: ShardOwner) -> None:
-    """Remember `owner` on the storage, so that it survives `detach` and saving for backward."""
-    setattr(shard.untyped_storage(), _OWNER, owner)
+    """Remember `owner` on the storage, so that it survives `detach` and saving for backward.
+
+    Weakly: Python's garbage collector does not see through a storage, and the owner holds the shard.
+    """
+    setattr(shard.untyped_storage(), _OWNER, weakref.ref(owner))
 
 
 def is_shard(tensor: object) -> bool:
@@ -61,12 +65,13 @@ def _has_owner(tensor: Tensor) -> bool:
 
 def owner_of(shard: Tensor) -> ShardOwner:
     """The flat group of `shard`; RuntimeError when something replaced the shard by a copy."""
-    if not _has_owner(shard):
+    owner = getattr(shard.untyped_storage(), _OWNER)() if _has_owner(shard) else None
+    if owner is None:
         raise RuntimeError(
-            "fsdp_passes: expected a shard made by fsdp_passes.shard(), got a plain tensor of shape "
-            f"{tuple(shard.shape)}; a saved-tensor hook that copies parameters (save_on_cpu) does this"
+            "fsdp_passes: expected a shard of a sharded model that is still alive, got a tensor of shape "
+            f"{tuple(shard.shape)} without one; a saved-tensor hook that copies parameters (save_on_cpu) does this, too"
         )
-    return cast(ShardOwner, getattr(shard.untyped_storage(), _OWNER))
+    return cast(ShardOwner, owner)
 
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -135,7 +140,7 @@ def _fake_reduce(shard: Tensor) -> None:
     return None
 
 
-def _save_for_unshard_backward(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Tensor) -> None:
+def _keep_for_backward(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Tensor) -> None:
     # Not save_for_backward: a leaf needs no hooks, and in a checkpoint the first read in a forward would save one
     # tensor more than its recomputation, which finds the unit gathered (or the other way round).
     ctx.shard, ctx.world_size, _ = inputs
@@ -145,10 +150,10 @@ def _unshard_backward(ctx: Any, full_grad: Tensor) -> tuple[Tensor | None, None,
     """Traced: one `reduce_grad` in the graph. Eager: the owner accumulates and nothing flows to the leaf."""
     if type(full_grad) is not Tensor:
         return REDUCE_GRAD(full_grad, ctx.shard, ctx.world_size), None, None
-    owner_of(ctx.shard).accumulate_eagerly(full_grad)
+    owner_of(ctx.shard).accumulate(full_grad)
     return None, None, None
 
 
 torch.library.register_autograd(
-    f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_save_for_unshard_backward, lib=_library
+    f"{NAMESPACE}::unshard", _unshard_backward, setup_context=_keep_for_backward, lib=_library
 )

@@ -10,7 +10,7 @@ from torch import fx
 
 from fsdp_passes.ir.nodes import calls, operand, operands, results, set_results
 from fsdp_passes.ir.ops import ACCUMULATE, REDUCE, REDUCE_GRAD
-from fsdp_passes.passes.base import Pass
+from fsdp_passes.ir.passes import Pass
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_passes.passes.base import Pass
+from fsdp_passes.ir.passes import Pass
 from fsdp_passes.passes.late_reads import LateReads
 from fsdp_passes.passes.lower_reduce_grad import LowerReduceGrad
 from fsdp_passes.passes.stride_safe_views import StrideSafeViews
@@ -20,3 +20,5 @@ BACKWARD: tuple[Pass, ...] = (
     LateReads(),  # as in forward
     GatherOnDemand(),  # last, as in forward
 )
+
+PASSES: dict[str, tuple[Pass, ...]] = {"fwd": FORWARD, "bwd": BACKWARD}

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from fsdp_passes.ir.nodes import calls
-from fsdp_passes.passes.base import Pass
+from fsdp_passes.ir.passes import Pass
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""Running a plan: one branch a kind of step, and nothing decided but whether this backward reduces."""
+"""Running a plan: one branch a kind of step.
+
+Decided here is only when a `reduce` communicates: at once if the backward synchronises and no other forward of the
+group awaits its backward; when the whole backward ends if one does; not at all under no_sync.
+"""
 
 from __future__ import annotations
 
@@ -59,11 +63,9 @@ def _group(shard: Tensor) -> FlatGroup:
 
 def _accumulate(step: Accumulate, values: dict[str, Any]) -> None:
     full_grad = values.pop(step.full_grad) if step.full_grad in step.drops else values[step.full_grad]
-    group = _group(values[step.shard])
-    group.gradients.accumulate(full_grad, step.pieces)
-    group.model.reduce_after_backward()
+    _group(values[step.shard]).accumulate(full_grad, step.pieces)
 
 
 def _announce_backward(plan: Plan, values: dict[str, Any]) -> None:
     for shard in {step.shard for step in plan.gathers}:
-        _group(values[shard]).gradients.forwards += 1
+        _group(values[shard]).expect_backward()

@@ -9,7 +9,7 @@ from torch import fx
 from fsdp_passes.ir.alias import readers_of
 from fsdp_passes.ir.nodes import calls
 from fsdp_passes.ir.ops import COMMUNICATION, GATHER, RELEASE, UNSHARD, WAIT
-from fsdp_passes.passes.base import Pass
+from fsdp_passes.ir.passes import Pass
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@
     run      add = region_0(primals_1, full) drop primals_1
     release  full                                      the buffer is free
              accumulate(cat, primals_2, [0, 1])        add to the shard's flat gradient: these pieces have one
-    issue    reduce(primals_2)                         reduce-scatter it, when this backward synchronises
+    issue    reduce(primals_2)                         reduce-scatter it, if this backward synchronises:
+                                                       here, or at its end if another graph adds to it; waited
+                                                       for before the next reduction, and at the end
 
 A backward that synchronises ends with one all-reduce of a byte a parameter: which have a gradient on some rank.
 """

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parameter import is_lazy
 
 from fsdp_passes._compat import root_mesh
+from fsdp_passes.sharding.precision import Precision
 
 
-def check_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
+def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
     """`mesh`, or one dimension over all ranks; ValueError when it does not fit the ranks or the model."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("mesh: expected an initialised process group (init_process_group or torchrun), got none")
@@ -35,8 +36,8 @@ def check_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
     return mesh
 
 
-def check_types(precision: object, precision_class: type, reshard_after_forward: object) -> None:
-    if not isinstance(precision, precision_class):
+def check_types(precision: object, reshard_after_forward: object) -> None:
+    if not isinstance(precision, Precision):
         raise ValueError(f"precision: expected fsdp_passes.Precision(...) or None, got {precision!r}")
     if not isinstance(reshard_after_forward, bool) and not callable(reshard_after_forward):
         raise ValueError(f"reshard_after_forward: expected a bool or a predicate, got {reshard_after_forward!r}")
@@ -63,6 +64,10 @@ def _check_parameter(name: str, param: torch.Tensor) -> None:
         raise ValueError(f"model: expected initialised parameters, got lazy {name}; run one forward before shard()")
     if type(param) not in (torch.Tensor, nn.Parameter) or param.layout is not torch.strided:
         raise ValueError(f"model: expected plain dense parameters, got {name} of type {type(param).__name__}")
+    if param.grad is not None:
+        raise ValueError(
+            f"model: expected parameters without gradients, got {name} with one; zero_grad() before shard()"
+        )
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         raise ValueError(f"model: expected parameters without hooks, got {name} with one; register it after shard()")
 

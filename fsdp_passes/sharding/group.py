@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ class FlatGroup:
 
     def __init__(
         self,
+        *,
         unit: str,
         names: tuple[str, ...],
         layout: Layout,
@@ -89,14 +91,19 @@ class FlatGroup:
         self.gradients.reduced |= set(range(len(self.params)))
         return self.gradients.reduce_now(full_grad)
 
+    def expect_backward(self) -> None:
+        """A forward, whose backward accumulates a gradient of this group, ran."""
+        self.gradients.forwards += 1
+
+    def accumulate(self, full_grad: Tensor, pieces: Sequence[int] | None = None) -> None:
+        """Add one backward's gradient of the whole; `pieces` of the layout have one (None: all)."""
+        self.gradients.accumulate(full_grad, pieces)
+        self.model.reduce_after_backward()
+
     def reduce_if_complete(self) -> None:
         """Reduce at once when no other backward of this group is to come; else when the whole backward ends."""
         if self.model.requires_sync and self.gradients.forwards == 1:
             self.model.issue_reduce(self)
-
-    def accumulate_eagerly(self, full_grad: Tensor) -> None:
-        self.gradients.accumulate(full_grad)
-        self.model.reduce_after_backward()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatGroup:
         """A group of its own on the same ranks; parameters copied with it stay its views."""

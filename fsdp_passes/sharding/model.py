@@ -26,7 +26,7 @@ class ShardedModel:
         self.requires_sync = True
         self.divide_factor: float | None = None
         self._reducing: FlatGroup | None = None
-        self._settling: list[FlatGroup] = []
+        self._settling: dict[FlatGroup, None] = {}  # reduced in this backward, in order
         self.gathered: dict[int, _Gathered] | None = None
 
     def gradient_divide_factor(self, world_size: int) -> float:
@@ -64,12 +64,12 @@ class ShardedModel:
     def _finish_reduce(self) -> None:
         if self._reducing is not None:
             self._reducing.gradients.finish_reduce()
-            self._settling.append(self._reducing)
+            self._settling[self._reducing] = None
             self._reducing = None
 
     def _settle(self) -> None:
         """Parameters without a gradient on any rank keep `.grad` None: one byte each, in one all-reduce."""
-        groups, self._settling = self._settling, []
+        groups, self._settling = list(self._settling), {}
         if not groups:
             return
         flags = [index in group.gradients.settling for group in groups for index in range(len(group.params))]
@@ -96,6 +96,8 @@ class ShardedModel:
         assert self.gathered is not None
         if id(group) not in self.gathered:
             self.gathered[id(group)] = _Gathered.from_group(group)
+            if torch.is_grad_enabled():
+                group.expect_backward()
         return self.gathered[id(group)].params[index]
 
 

@@ -59,7 +59,9 @@ class PendingGrad(Tensor):
 
 def _refuse(func: Any, unit: str | None) -> NoReturn:
     where = "" if unit is None else f" of unit {unit!r}"
+    name = getattr(func, "__name__", str(func))
+    action = f"reading .{func.__self__.__name__}" if name == "__get__" else name
     raise GradientNotReduced(
-        f"fsdp_passes: expected reduced gradients for {getattr(func, '__name__', func)}, got one{where} that is still "
+        f"fsdp_passes: expected reduced gradients for {action}, got one{where} that is still "
         "accumulating; run the last backward outside of no_sync() (or after set_requires_gradient_sync(True)) first"
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,42 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_passes._compat import map_tensors
 from fsdp_passes.runtime.collectives import broadcast_from_first, scatter_from_first
-from fsdp_passes.sharding.checks import check_mesh, check_model, check_types
+from fsdp_passes.sharding.checks import check_model, check_types, resolve_mesh
 from fsdp_passes.sharding.group import FlatGroup
 from fsdp_passes.sharding.layout import Layout, align_elems, plan_layout
 from fsdp_passes.sharding.model import ShardedModel
 from fsdp_passes.sharding.modules import ModuleMixin, Read, sharded_class
+from fsdp_passes.sharding.precision import Precision
 from fsdp_passes.sharding.units import GroupPlan, Units, find_units, plan_groups
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of a sharded model; shards, `.grad` and optimizer states keep the parameters' own.
-
-    param: parameters are gathered, and computed with, in this dtype. None: their own.
-    reduce: gradients accumulate over microbatches and ranks in this dtype. None: the parameters' own.
-    cast_inputs: cast floating tensors among the root's arguments to `param`, once.
-    """
-
-    param: torch.dtype | None = None
-    reduce: torch.dtype | None = torch.float32
-    cast_inputs: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("param", "reduce"):
-            dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"{name}: expected a floating torch.dtype or None, got {dtype!r}")
-        if self.cast_inputs and self.param is None:
-            raise ValueError("cast_inputs: expected a Precision with param, the dtype to cast to, got param=None")
-
-    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.param if self.param is not None and dtype.is_floating_point else dtype
-
-    def reduce_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self.reduce if self.reduce is not None and dtype.is_floating_point else dtype
 
 
 _SAME = Precision(reduce=None)
@@ -72,12 +45,14 @@ class ShardedRoot(ModuleMixin):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether backwards reduce from now on."""
+        if not isinstance(requires_gradient_sync, bool):
+            raise ValueError(f"requires_gradient_sync: expected a bool, got {requires_gradient_sync!r}")
         self._fsdp_model.requires_sync = requires_gradient_sync
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum over ranks by `factor` instead of the number of ranks."""
-        if not factor > 0:
-            raise ValueError(f"factor: expected a number above 0, got {factor}")
+        if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+            raise ValueError(f"factor: expected a finite number above 0, got {factor!r}")
         self._fsdp_model.divide_factor = float(factor)
 
 
@@ -91,7 +66,8 @@ def shard(
     """Shard `model` over `mesh`, in place, and return it. Collective: every rank of the mesh calls it.
 
     Every rank ends with rank 0's parameters and buffers. Names and shapes stay; each parameter becomes a
-    `ShardedParam` that holds 1/world_size of its unit's flat buffer.
+    `ShardedParam` that holds 1/world_size of its unit's flat buffer. Make the optimizer afterwards: it would go on
+    holding the parameters of before.
 
     mesh: 1-D, over all ranks (None) or one dimension of a mesh over all ranks.
     units: what gathers together: "auto" (blocks, embeddings, head), module classes, names, or a
@@ -103,9 +79,9 @@ def shard(
     """
     target = unwrap(model)
     check_model(target)
-    mesh = check_mesh(mesh, next(target.parameters()).device.type)
+    mesh = resolve_mesh(mesh, next(target.parameters()).device.type)
     precision = _SAME if precision is None else precision
-    check_types(precision, Precision, reshard_after_forward)
+    check_types(precision, reshard_after_forward)
     plans = plan_groups(target, find_units(target, units))
     reshards = {plan.unit: _reshards(reshard_after_forward, plan.unit) for plan in plans}
 
@@ -154,7 +130,17 @@ def _shard_group(
     align = align_elems([like.dtype, compute, reduce])
     layout = plan_layout([param.shape for param in plan.params], process_group.size(), align)
     shard = nn.Parameter(_scatter(plan.params, layout, process_group), requires_grad=like.requires_grad)
-    group = FlatGroup(plan.unit, tuple(plan.names), layout, shard, process_group, compute, reduce, reshard, state)
+    group = FlatGroup(
+        unit=plan.unit,
+        names=tuple(plan.names),
+        layout=layout,
+        shard=shard,
+        process_group=process_group,
+        compute_dtype=compute,
+        reduce_dtype=reduce,
+        reshard=reshard,
+        model=state,
+    )
     state.groups.append(group)
     for index, places in enumerate(plan.places):
         read = Read(group, index)

@@ -46,8 +46,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their norm over all parameters and ranks is at most `max_norm`; returns the norm.
 
-    The same as torch.nn.utils.clip_grad_norm_(model.parameters(), ...), with one collective. Raises
-    GradientNotReduced inside an open accumulation window.
+    The same as torch.nn.utils.clip_grad_norm_(model.parameters(), ...), with one collective a
+    dtype (with foreach=False, one a parameter). RuntimeError inside an open accumulation window.
     """
     sharded_state(model)
     return torch.nn.utils.clip_grad_norm_(unwrap(model).parameters(), max_norm, norm_type, error_if_nonfinite, foreach)

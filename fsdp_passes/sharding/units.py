@@ -89,8 +89,9 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def unit_of_modules(model: nn.Module, units: dict[str, nn.Module]) -> dict[int, str]:
-    """id(module) -> name of the innermost unit around it (`ROOT` outside of all)."""
-    owner = {id(module): ROOT for module in model.modules()}
+    """id(module) -> name of the innermost unit around it (the root outside of all)."""
+    root = ROOT if ROOT not in units else f"({ROOT})"
+    owner = {id(module): root for module in model.modules()}
     for name, unit in units.items():  # registration order: an inner unit comes after the one around it
         owner.update((id(module), name) for module in unit.modules())
     return owner

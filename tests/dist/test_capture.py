@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
 
 import fsdp_passes as fsdp
 from tests.dist import pool
@@ -46,9 +49,12 @@ class GraphBreak(nn.Module):
         self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.first(x))
-        torch._dynamo.graph_break()
+        x = self.between(F.gelu(self.first(x)))
         return self.second(x @ self.first.weight)
+
+    @torch.compiler.disable
+    def between(self, x: Tensor) -> Tensor:
+        return x * self.first.bias.exp()
 
 
 class Convolutions(nn.Module):
@@ -240,6 +246,44 @@ def _modes() -> dict[str, bool]:
 def test_modes_agree() -> None:
     for same in pool.run(2, _modes):
         assert all(same.values()), same
+
+
+def _reduced_once_where_eager_code_reads() -> tuple[list[str], int]:
+    """Names of the hooks that ran, and reduce-scatters, in one backward of graphs with eager code between them."""
+    model = fsdp.shard(build(GraphBreak))
+    called: list[str] = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda p, name=name: called.append(name))
+    loss = compiled(model)(_X).sum()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        loss.backward()
+    return called, sum(event.name == "c10d::_reduce_scatter_base_" for event in recorded.events())
+
+
+def test_a_group_that_eager_code_reads_is_reduced_once() -> None:
+    for called, reductions in pool.run(2, _reduced_once_where_eager_code_reads):
+        assert sorted(called) == ["first.bias", "first.weight", "second.bias", "second.weight"]
+        assert reductions == 2
+
+
+def _what_stays_alive() -> dict[str, bool]:
+    model: Any = fsdp.shard(build(Net))
+    run: Any = compiled(model)
+    tokens = _TOKENS.clone()
+    run(tokens).sum().backward()
+    alive = {"input": weakref.ref(tokens), "group": weakref.ref(model._fsdp_model.groups[0])}
+    del tokens
+    gc.collect()
+    still = {"input": alive["input"]() is not None}
+    del model, run
+    torch._dynamo.reset()
+    gc.collect()
+    return still | {"group": alive["group"]() is not None}
+
+
+def test_models_and_inputs_are_freed() -> None:
+    for still in pool.run(2, _what_stays_alive):
+        assert still == {"input": False, "group": False}
 
 
 def _names_and_copies() -> dict[str, bool]:

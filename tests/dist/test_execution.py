@@ -53,7 +53,8 @@ def _profiled(step: Callable[[], Any]) -> dict[str, Any]:
 
 
 WORKLOADS = {"net": _profiled_window, "demo": _profiled_demo_step}
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", ATTENTION, f"{ATTENTION}_backward")
 
 
 def _is_in_region(event: Any) -> bool:
@@ -71,12 +72,17 @@ def test_what_runs_is_the_printed_plan(tmp_path: Path, workload: str, checkpoint
         plans = [load_plan(path.read_text()) for path in (tmp_path / f"rank{rank}").glob("*.plan.txt")]
         assert {plan.direction for plan in plans} == {"fwd", "bwd"}
         counts = result["counts"]
-        assert counts["c10d::_allgather_base_"] == 3 * sum(len(plan.gathers) for plan in plans) > 0
-        assert counts["c10d::_reduce_scatter_base_"] == sum(len(plan.reductions) for plan in plans) == 5
+        assert {name: count for name, count in counts.items() if name.startswith("c10d::")} == {
+            "c10d::_allgather_base_": 3 * sum(len(plan.gathers) for plan in plans),
+            "c10d::_reduce_scatter_base_": sum(len(plan.reductions) for plan in plans),
+            "c10d::allreduce_": 1,  # which parameters have a gradient on some rank
+        }
+        assert sum(len(plan.reductions) for plan in plans) == 5
         regions = sum(count for name, count in counts.items() if name.startswith("fsdp_opt::region_"))
         assert regions == 3 * sum(len(plan.regions) for plan in plans)
         assert counts["fsdp_opt::unshard"] == counts["fsdp_opt::reduce_grad"] == 0
         assert counts["aten::mm"] > 0
+        assert (counts[ATTENTION] > 0) == (counts[f"{ATTENTION}_backward"] > 0) == (workload == "demo")
         assert result["products outside"] == []
 
 

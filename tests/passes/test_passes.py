@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from fsdp_passes.ir.ops import RELEASE
+from fsdp_passes.ir.passes import Pass, run_passes
 from fsdp_passes.ir.text import dump
 from fsdp_passes.ir.verify import VerifyError, verify
-from fsdp_passes.passes.base import Pass, run_passes
 from fsdp_passes.passes.late_reads import LateReads
 from fsdp_passes.passes.lower_reduce_grad import LowerReduceGrad
 from fsdp_passes.passes.pipeline import BACKWARD, FORWARD
