@@ -46,6 +46,18 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # torch 2.13
 
 
+def running_backward() -> int | None:
+    """The number of the backward that runs in this thread; None outside of one."""
+    number = torch._C._current_graph_task_id()  # torch 2.13
+    return None if number == -1 else number
+
+
+def backward_reaches(leaf: Tensor) -> bool:
+    """Whether the backward that runs now accumulates into `leaf`: not when it is asked for other gradients only."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return torch._C._will_engine_execute_node(node)  # torch 2.13
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that `mesh` is a dimension of; `mesh` itself when it is none."""
     return mesh._get_root_mesh()  # torch 2.13

@@ -40,6 +40,9 @@ class SimulatedGroup:
     def reduce(self, full_grad: Tensor) -> Tensor:
         return full_grad[: self._shard.numel()].to(self._shard.dtype)
 
+    def wants_gradient(self) -> bool:
+        return True
+
     def accumulate(self, full_grad: Tensor, pieces: tuple[int, ...] | None) -> None:
         assert self.reductions == 0, "a gradient came after the reduction"
         self.full_grad = full_grad.clone() if self.full_grad is None else self.full_grad + full_grad

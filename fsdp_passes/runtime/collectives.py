@@ -52,7 +52,9 @@ def scatter_from_first(piece: Tensor, full: Tensor | None, group: dist.ProcessGr
 
 def broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Overwrite `tensor`, of any layout and dtype, by rank 0's."""
-    contiguous = tensor.detach().contiguous()
+    once = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    elements = tensor.detach().as_strided(once, tensor.stride())  # an expanded tensor's, each once
+    contiguous = elements.contiguous()
     dist.broadcast(wire_view(contiguous.view(-1)), group=group, group_src=0)
-    if contiguous.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(contiguous)
+    if contiguous.data_ptr() != elements.data_ptr():
+        elements.copy_(contiguous)

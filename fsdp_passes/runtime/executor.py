@@ -1,7 +1,8 @@
 """Running a plan: one branch a kind of step.
 
 Decided here is only when a `reduce` communicates: at once if the backward synchronises and no other forward of the
-group awaits its backward; when the whole backward ends if one does; not at all under no_sync.
+group awaits its backward; when the whole backward ends if one does; not at all under no_sync. A backward that was asked
+for other gradients only (torch.autograd.grad of an input) accumulates and reduces nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Executor:
                 case Accumulate():
                     _accumulate(step, values)
                 case Reduce():
-                    _group(values[step.shard]).reduce_if_complete()
+                    _reduce(step, values)
         return tuple(values[out] if isinstance(out, str) else out for out in self.plan.outputs)
 
     def _run(self, step: Run, values: dict[str, Any]) -> None:
@@ -63,7 +64,15 @@ def _group(shard: Tensor) -> FlatGroup:
 
 def _accumulate(step: Accumulate, values: dict[str, Any]) -> None:
     full_grad = values.pop(step.full_grad) if step.full_grad in step.drops else values[step.full_grad]
-    _group(values[step.shard]).accumulate(full_grad, step.pieces)
+    group = _group(values[step.shard])
+    if group.wants_gradient():
+        group.accumulate(full_grad, step.pieces)
+
+
+def _reduce(step: Reduce, values: dict[str, Any]) -> None:
+    group = _group(values[step.shard])
+    if group.wants_gradient():
+        group.reduce_if_complete()
 
 
 def _announce_backward(plan: Plan, values: dict[str, Any]) -> None:

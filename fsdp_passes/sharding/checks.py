@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,9 +55,33 @@ def check_model(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         _check_parameter(name, param)
     _check_devices(model)
-    ids = {id(param) for param in model.parameters()}
+    params = _Memory(model)
     for path, module in model.named_modules():
-        _check_module(path or type(module).__name__, module, ids)
+        _check_module(path or type(module).__name__, module, params)
+
+
+class _Memory:
+    """The memory of a model's parameters, as intervals of addresses; ValueError when two of them overlap."""
+
+    def __init__(self, model: nn.Module) -> None:
+        owned = [(*_interval(param), name) for name, param in model.named_parameters() if param.numel()]
+        self._intervals = sorted(owned)
+        for (_, end, name), (start, _, other) in itertools.pairwise(self._intervals):
+            if start < end:
+                raise ValueError(f"model: expected parameters with memory of their own, got {name} and {other} in one")
+
+    def owner_of(self, tensor: torch.Tensor) -> str | None:
+        """The name of a parameter that `tensor` shares memory with."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
+            return None
+        first, last = _interval(tensor)
+        return next((name for start, end, name in self._intervals if first < end and start < last), None)
+
+
+def _interval(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses [first, last) of the elements."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
 
 
 def _check_parameter(name: str, param: torch.Tensor) -> None:
@@ -82,20 +107,21 @@ def _check_devices(model: nn.Module) -> None:
             raise ValueError(f"model: expected everything on {device}, got {name} on {tensor.device}")
 
 
-def _check_module(path: str, module: nn.Module, params: set[int]) -> None:
+def _check_module(path: str, module: nn.Module, params: _Memory) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(f"model: expected Python modules, got the TorchScript module {path}")
     if getattr(module, "max_norm", None) is not None and isinstance(module, nn.Embedding | nn.EmbeddingBag):
         raise ValueError(f"model: expected max_norm=None, got {path} with {module.max_norm}: it edits its weight")
     if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
         raise ValueError(f"model: expected dense gradients, got {path} with sparse=True")
-    for name, value in vars(module).items():
+    for name, value in {**vars(module), **module._buffers}.items():
         if name in ("_parameters", "_modules", "_buffers", "_flat_weights"):
             continue
-        if any(id(leaf) in params for leaf in _leaves(value)):
+        owners = [owner for leaf in _leaves(value) if (owner := params.owner_of(leaf)) is not None]
+        if owners:
             raise ValueError(
-                f"model: expected parameters to be reached as attributes only, got {path}.{name}, which keeps a "
-                "reference to one: it would go on using the unsharded values"
+                f"model: expected parameters to be reached as attributes only, got {path}.{name}, which shares memory "
+                f"with {owners[0]}: it would go on using the unsharded values"
             )
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_passes._compat import backward_reaches
 from fsdp_passes.ir.ops import set_owner
 from fsdp_passes.runtime.collectives import issue_all_gather
 from fsdp_passes.sharding.gradients import GroupGradients
@@ -94,6 +95,10 @@ class FlatGroup:
     def expect_backward(self) -> None:
         """A forward, whose backward accumulates a gradient of this group, ran."""
         self.gradients.forwards += 1
+
+    def wants_gradient(self) -> bool:
+        """Asked in a backward: whether it is for parameters, too, or for the gradients of other tensors only."""
+        return backward_reaches(self.shard)
 
     def accumulate(self, full_grad: Tensor, pieces: Sequence[int] | None = None) -> None:
         """Add one backward's gradient of the whole; `pieces` of the layout have one (None: all)."""

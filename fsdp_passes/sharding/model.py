@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fsdp_passes._compat import queue_backward_callback
+from fsdp_passes._compat import mark_as_parameter, queue_backward_callback, running_backward
 from fsdp_passes.runtime.collectives import any_rank
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ShardedModel:
-    """State of one sharded model. `gathered` is a dict while an eager forward runs, else None."""
+    """State of one sharded model."""
 
     def __init__(self, input_dtype: torch.dtype | None = None) -> None:
         self.input_dtype = input_dtype  # cast the root's floating inputs to it; None: leave them
@@ -27,7 +27,8 @@ class ShardedModel:
         self.divide_factor: float | None = None
         self._reducing: FlatGroup | None = None
         self._settling: dict[FlatGroup, None] = {}  # reduced in this backward, in order
-        self.gathered: dict[int, _Gathered] | None = None
+        self._gathered: dict[int, _Gathered] | None = None  # while an eager forward runs
+        self._recomputing: int | None = None  # the backward whose recomputation opened that forward
 
     def gradient_divide_factor(self, world_size: int) -> float:
         return world_size if self.divide_factor is None else self.divide_factor
@@ -69,36 +70,50 @@ class ShardedModel:
 
     def _settle(self) -> None:
         """Parameters without a gradient on any rank keep `.grad` None: one byte each, in one all-reduce."""
-        groups, self._settling = list(self._settling), {}
-        if not groups:
+        reduced, self._settling = self._settling, {}
+        if not reduced:
             return
-        flags = [index in group.gradients.settling for group in groups for index in range(len(group.params))]
-        on_some_rank = iter(any_rank(flags, groups[0].shard.device, groups[0].process_group))
-        for group in groups:
+        flags = [index in group.gradients.settling for group in self.groups for index in range(len(group.params))]
+        on_some_rank = iter(any_rank(flags, self.groups[0].shard.device, self.groups[0].process_group))
+        for group in self.groups:
             group.gradients.settle({index for index in range(len(group.params)) if next(on_some_rank)})
+
+    def in_forward(self) -> bool:
+        """Whether eager code computes with the parameters now: in a forward, or where backward recomputes one."""
+        if self._gathered is not None and self._recomputing not in (None, running_backward()):
+            self._gathered = None  # an exception ended that backward
+        return self._gathered is not None
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """An eager forward: parameters are read as views of one gather a flat group, dropped at its end."""
-        self.gathered = {}
+        self._gathered, self._recomputing = {}, None
         try:
             yield
-            if any(gathered.was_edited() for gathered in self.gathered.values()):
+            if any(gathered.was_edited() for gathered in self._gathered.values()):
                 raise RuntimeError(
                     "fsdp_passes: expected forward to leave its parameters alone, got an in-place operation on one, "
                     "which edited a gathered copy; edit it outside of forward"
                 )
         finally:
-            self.gathered = None
+            self._gathered = None
+
+    def recompute(self) -> None:
+        """Open a forward until the backward that runs now is over: a checkpoint recomputes a part of one in it."""
+        self._gathered, self._recomputing = {}, running_backward()
+        queue_backward_callback(self._end_recompute)
+
+    def _end_recompute(self) -> None:
+        self._gathered = None
 
     def read(self, group: FlatGroup, index: int) -> Tensor:
-        """Parameter `index` of `group` inside an eager forward. A leaf in every grad mode, as parameters are."""
-        assert self.gathered is not None
-        if id(group) not in self.gathered:
-            self.gathered[id(group)] = _Gathered.from_group(group)
+        """Parameter `index` of `group` in an eager forward. A leaf in every grad mode, as parameters are."""
+        assert self._gathered is not None
+        if id(group) not in self._gathered:
+            self._gathered[id(group)] = _Gathered.from_group(group)
             if torch.is_grad_enabled():
                 group.expect_backward()
-        return self.gathered[id(group)].params[index]
+        return self._gathered[id(group)].params[index]
 
 
 @dataclass(frozen=True)
@@ -118,7 +133,10 @@ class _Gathered:
             )
             pieces = full.split_with_sizes(layout.sizes)
             places = zip(layout.pieces, layout.shapes, strict=True)
-            return cls(full, full._version, tuple(pieces[piece].view(shape) for piece, shape in places))
+            params = tuple(pieces[piece].view(shape) for piece, shape in places)
+        for param in params:
+            mark_as_parameter(param)  # model code may ask isinstance(self.weight, nn.Parameter)
+        return cls(full, full._version, params)
 
     def was_edited(self) -> bool:
         return self.full._version != self.version

@@ -11,13 +11,14 @@ What replaced a parameter in its module (torch.func.functional_call) is read as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_passes._compat import skip_frame
+from fsdp_passes._compat import running_backward, skip_frame
 from fsdp_passes.sharding.model import ShardedModel
 from fsdp_passes.sharding.param import ShardedParam
 
@@ -50,12 +51,12 @@ class Read:
 class ShardedModule(ModuleMixin):
     """Mixin before the module's own class. Its frames are never compiled on their own, only inlined."""
 
-    _fsdp_model: ShardedModel
-    _fsdp_reads: dict[str, Read]
+    _fsdp_model: ShardedModel | None = None  # None: a slice of a container, which made another of its class
+    _fsdp_reads: Mapping[str, Read] = MappingProxyType({})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._fsdp_model
-        if torch.compiler.is_compiling() or model.gathered is not None:
+        if torch.compiler.is_compiling() or model is None or model.in_forward():
             return super().__call__(*args, **kwargs)
         with model.forward():
             return super().__call__(*args, **kwargs)
@@ -64,7 +65,8 @@ class ShardedModule(ModuleMixin):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """In a forward the values and dtypes that the forward computes with; else the ShardedParams."""
-        if not (torch.compiler.is_compiling() or self._fsdp_model.gathered is not None):
+        model = self._fsdp_model
+        if not torch.compiler.is_compiling() and (model is None or not model.in_forward()):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         seen: list[Read] = []
@@ -118,11 +120,15 @@ def _parameter_property(name: str) -> property:
 
 @torch.compiler.disable
 def _read_now(module: Any, name: str) -> Any:
-    entry = module._parameters.get(name)
-    if module._fsdp_model.gathered is None or type(entry) is not ShardedParam:
+    entry, model = module._parameters.get(name), module._fsdp_model
+    if type(entry) is not ShardedParam:
         return entry
+    if not model.in_forward():
+        if running_backward() is None:
+            return entry
+        model.recompute()
     read = module._fsdp_reads[name]
-    return module._fsdp_model.read(read.group, read.index)
+    return model.read(read.group, read.index)
 
 
 def _rnn_weights(self: Any) -> list[Any]:

@@ -22,9 +22,6 @@ from fsdp_passes.sharding.modules import ModuleMixin, Read, sharded_class
 from fsdp_passes.sharding.precision import Precision
 from fsdp_passes.sharding.units import GroupPlan, Units, find_units, plan_groups
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
 _SAME = Precision(reduce=None)
 
 
@@ -107,8 +104,6 @@ def _reshards(reshard_after_forward: bool | Callable[[str], bool], unit: str) ->
 
 def _change_class(module: nn.Module, state: ShardedModel, root: bool, classes: dict[Any, type]) -> None:
     names = tuple(name for name, param in module._parameters.items() if param is not None)
-    if not root and not names and isinstance(module, _CONTAINERS):
-        return
     module.__dict__.pop("_flat_weights", None)
     vars(module).update(_fsdp_model=state, _fsdp_reads={})
     key = (type(module), names, root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_passes as fsdp
 from tests.dist import pool
@@ -129,6 +131,49 @@ class Twice(nn.Module):
         return self.block(self.block(x))
 
 
+class Containers(nn.Module):
+    """Asks containers for their parameters, calls a slice of one, and has an expanded buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.tail = nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.register_buffer("scale", torch.full((1,), 0.5).expand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(next(self.blocks.parameters()).dtype) * self.scale
+        for block in self.blocks[:2]:
+            x = block(x)
+        return self.tail[:2](x) + sum(p.square().sum() for p in self.blocks.parameters())
+
+
+class CheckpointedMethod(nn.Module):
+    """What is recomputed is no module: a method that reads its own module's parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+class AsksWhatItReads(nn.Module):
+    """Branches on what its parameters are, as model code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 2 if isinstance(self.linear.weight, nn.Parameter) or torch.compiler.is_compiling() else 3
+        bias = self.get_parameter("linear.bias") if not torch.compiler.is_compiling() else self.linear.bias
+        return self.linear(x) * factor + bias
+
+
 class TiedNet(Net):
     def __init__(self) -> None:
         super().__init__(tied=True)
@@ -150,6 +195,9 @@ _CASES = {
     "two grad modes": (TwoGradModes, _X),
     "unread": (Unread, _X),
     "block twice": (Twice, _X),
+    "containers": (Containers, _X),
+    "checkpointed method": (CheckpointedMethod, _X),
+    "asks what it reads": (AsksWhatItReads, _X),
     "tied": (TiedNet, _TOKENS),
     "tied, checkpointed": (TiedCheckpointedNet, _TOKENS),
 }
@@ -246,6 +294,52 @@ def _modes() -> dict[str, bool]:
 def test_modes_agree() -> None:
     for same in pool.run(2, _modes):
         assert all(same.values()), same
+
+
+def _gradient_of_an_input(way: str) -> dict[str, bool]:
+    """Asked for the gradient of an input only, backward leaves parameters alone; training goes on as if it never ran."""
+    reference, model = build(TwoGradModes), fsdp.shard(build(TwoGradModes))
+    run = compiled(model)
+    x = _X.clone().requires_grad_()
+    loss = run(x).square().mean()
+    if way == "autograd.grad":
+        torch.autograd.grad(loss, x)
+    else:
+        loss.backward(inputs=[x])
+    untouched = all(p.grad is None for p in model.parameters())
+    for each in (run, reference):
+        each(_X).square().mean().backward()
+    grads = full_grads(model)
+    right = all(relative_error(grads[n], p.grad) <= 2e-6 for n, p in reference.named_parameters())
+    return {"untouched": untouched, "right afterwards": right}
+
+
+@pytest.mark.parametrize("way", ["autograd.grad", "backward(inputs)"])
+def test_the_gradient_of_an_input_leaves_parameters_alone(way: str) -> None:
+    for holds in pool.run(2, _gradient_of_an_input, way):
+        assert all(holds.values()), holds
+
+
+def _reads_after_a_failed_recomputation() -> bool:
+    """A backward that raises where it recomputes leaves no forward open."""
+    model: Any = fsdp.shard(build(CheckpointedMethod))
+    body, calls = type(model).body, []
+
+    def fails_when_recomputed(x: Tensor) -> Tensor:
+        calls.append(x)
+        if len(calls) == 2:
+            _ = model.weight
+            raise ValueError("on purpose")
+        return body(model, x)
+
+    model.body = fails_when_recomputed
+    with contextlib.suppress(ValueError):
+        model(_X).sum().backward()
+    return type(model.weight).__name__ == "ShardedParam" and len(calls) == 2
+
+
+def test_an_exception_while_recomputing_closes_the_forward() -> None:
+    assert pool.run(2, _reads_after_a_failed_recomputation) == [True, True]
 
 
 def _reduced_once_where_eager_code_reads() -> tuple[list[str], int]:

@@ -92,6 +92,24 @@ class KeepsReference(nn.Module):
         self.kept = wrap(self.linear.weight)
 
 
+def _with_aliasing_buffer() -> nn.Module:
+    model = tiny()
+    model[0].register_buffer("alias", model[0].weight.detach()[:1])
+    return model
+
+
+def _with_parameters_in_one_memory() -> nn.Module:
+    model = tiny()
+    model[2].weight = nn.Parameter(model[0].weight.data)
+    return model
+
+
+def _with_gradient() -> nn.Module:
+    model = tiny()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    return model
+
+
 def _mixed_devices() -> nn.Module:
     model = tiny()
     model[2].to("meta")
@@ -147,11 +165,27 @@ _MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "list of parameters": (
         lambda: KeepsReference(lambda weight: [weight]),
-        "model: expected parameters to be reached as attributes only, got KeepsReference.kept, which keeps",
+        "model: expected parameters to be reached as attributes only, got KeepsReference.kept, which shares",
     ),
     "nested parameters": (
         lambda: nn.Sequential(KeepsReference(lambda weight: {"w": (1, weight)})),
-        "model: expected parameters to be reached as attributes only, got 0.kept, which keeps",
+        "model: expected parameters to be reached as attributes only, got 0.kept, which shares",
+    ),
+    "buffer in a parameter's memory": (
+        _with_aliasing_buffer,
+        "model: expected parameters to be reached as attributes only, got 0.alias, which shares memory with 0.weight",
+    ),
+    "view of a parameter": (
+        lambda: KeepsReference(lambda weight: weight[1].detach()),
+        "model: expected parameters to be reached as attributes only, got KeepsReference.kept, which shares",
+    ),
+    "two parameters in one memory": (
+        lambda: _with_parameters_in_one_memory(),
+        "model: expected parameters with memory of their own, got ",
+    ),
+    "gradient": (
+        lambda: _with_gradient(),
+        "model: expected parameters without gradients, got 0.weight with one; zero_grad() before shard()",
     ),
 }
 
@@ -316,3 +350,20 @@ def test_torch_compile_shows_the_refusal(arguments: dict[str, Any]) -> None:
     run = torch.compile(nn.Linear(2, 2), backend="fsdp_opt", **arguments)
     with pytest.raises(Exception, match=f"expected names among {KNOWN}, got 'speed'|expected None, got 'fast'"):
         run(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("factor", ["2", None, 0, -1.0, float("inf"), float("nan")])
+def test_gradient_divide_factors(factor: Any, two_ranks: None) -> None:
+    with pytest.raises(ValueError, match=r"^factor: expected a finite number above 0, got "):
+        fsdp.shard(tiny()).set_gradient_divide_factor(factor)
+
+
+def test_gradient_sync_is_a_bool(two_ranks: None) -> None:
+    with pytest.raises(ValueError, match=r"^requires_gradient_sync: expected a bool, got 'no'"):
+        fsdp.shard(tiny()).set_requires_gradient_sync("no")
+
+
+@pytest.mark.parametrize("dump_dir", [0, False, []])
+def test_dump_folders_that_are_no_path(dump_dir: Any) -> None:
+    with pytest.raises(ValueError, match=r"^options\['dump_dir'\]: expected a path or None, got "):
+        Options.parse({"dump_dir": dump_dir})

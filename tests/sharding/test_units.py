@@ -121,6 +121,12 @@ _AUTO: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 }
 
 
+def test_a_unit_called_root_is_not_the_rest() -> None:
+    model = nn.Module()
+    model.root, model.x = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert [plan.unit for plan in plan_groups(model, find_units(model, ["root"]))] == ["root", "(root)"]
+
+
 @pytest.mark.parametrize("case", _AUTO)
 def test_auto(case: str) -> None:
     make, expected = _AUTO[case]
