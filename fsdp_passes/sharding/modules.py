@@ -72,11 +72,13 @@ class ShardedModule(ModuleMixin):
         seen: list[Read] = []
         modules = self.named_modules(prefix=prefix) if recurse else [(prefix, self)]
         for path, module in modules:
-            for name, read in getattr(module, "_fsdp_reads", {}).items():
-                if remove_duplicate and any(read is other for other in seen):
+            for name in module._parameters:
+                read, value = getattr(module, "_fsdp_reads", {}).get(name), getattr(module, name)
+                if value is None or (remove_duplicate and any(read is other for other in seen)):
                     continue
-                seen.append(read)
-                yield (f"{path}.{name}" if path else name), getattr(module, name)
+                if read is not None:
+                    seen.append(read)
+                yield (f"{path}.{name}" if path else name), value
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name in self._fsdp_reads and param is not self._parameters.get(name):

@@ -80,6 +80,7 @@ class ReadsParameters(nn.Module):
         self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.scale = nn.Parameter(torch.ones(()))
         self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.register_parameter("absent", None)
 
     def forward(self, x: Tensor) -> Tensor:
         penalty = sum(p.square().sum() for p in self.parameters())
