@@ -195,8 +195,9 @@ def optimizer_steps(name: str, way: str, dtype: torch.dtype) -> int:
         give_grads(made, seed)
         of_plain.step()
     assert_same(made)
-    # torch 2.13 on CPU: fused SGD leaves 16-bit parameters as they are, unsharded ones, too.
-    assert torch.equal(before[3], made.plain[3]) == (name.startswith("SGD") and way == "fused" and dtype.itemsize < 4)
+    # torch 2.13 on CPU: fused SGD leaves 16-bit parameters as they are, unsharded ones, too. Mended in 2.14.
+    is_inert = name.startswith("SGD") and way == "fused" and dtype.itemsize < 4
+    assert is_inert or not torch.equal(before[3], made.plain[3])
     of_params.zero_grad()
     assert all(param.grad is None for param in made.params)
     return made.shard._version - version
