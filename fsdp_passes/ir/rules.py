@@ -95,9 +95,8 @@ def types_are_what_operators_infer(gm: fx.GraphModule) -> None:
         load(dump(gm))
     except TypeError as error:
         line = re.match(r"line (\d+):", str(error))
-        nodes = list(gm.graph.nodes)
-        in_main_graph = line is not None and int(line[1]) <= len(nodes)
-        raise Broken(nodes[int(line[1]) - 1] if line and in_main_graph else None, str(error)) from None
+        nodes = dict(enumerate(gm.graph.nodes, 1))  # lines after them are of graphs that this one calls
+        raise Broken(nodes.get(int(line[1])) if line else None, str(error)) from None
 
 
 Rule = Callable[[fx.GraphModule], None]

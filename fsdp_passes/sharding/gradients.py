@@ -1,6 +1,6 @@
 """The gradient of one flat group, from the first backward of a window to `.grad`.
 
-    full      reduce dtype, full elements: this rank's sum over microbatches, until it is reduced
+    full        reduce dtype, full elements: this rank's sum over microbatches, until it is reduced
     shard.grad  parameter dtype, shard elements: mean over ranks; `ShardedParam.grad` are views of it
 
 First write copies, later ones add, in the order of execution. The one division is by the model's divide factor
@@ -10,6 +10,7 @@ First write copies, later ones add, in the order of execution. The one division 
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_passes.runtime.collectives import issue_reduce_scatter
 from fsdp_passes.sharding.param import ShardedParam
@@ -47,7 +49,7 @@ class GroupGradients:
         self.reduced: set[int] = set()  # parameters with a gradient in shard.grad
         self.forwards = 0  # differentiated forwards since the last backward ended
         self._in_flight: _Reduction | None = None
-        self._post_hooks: dict[int, list[Callable[[Tensor], None]]] = {}
+        self._post_hooks: dict[int, OrderedDict[int, Callable[[Tensor], None]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupGradients:
         return copy.deepcopy(self.group, memo).gradients
@@ -66,9 +68,7 @@ class GroupGradients:
         """Start the reduce-scatter of what was accumulated."""
         assert self.full is not None and self._in_flight is None
         full, self.full = self.full, None
-        piece = full.new_empty(self.group.layout.shard_elems)
-        work = issue_reduce_scatter(piece, full, self.group.process_group)
-        self._in_flight = _Reduction(work, full, piece, frozenset(self.written))
+        self._in_flight = self._issue(full, frozenset(self.written))
         self.written = set()
 
     def finish_reduce(self) -> None:
@@ -76,8 +76,7 @@ class GroupGradients:
         if self._in_flight is None:
             return
         reduction, self._in_flight = self._in_flight, None
-        reduction.work.wait()
-        self._add_to_shard(self._mean(reduction.piece))
+        self._add_to_shard(self._mean(reduction))
         self.settling |= reduction.params
 
     def settle(self, params: set[int]) -> None:
@@ -85,18 +84,21 @@ class GroupGradients:
         self.settling = set()
         self.reduced |= params
         for index in sorted(params):
-            for hook in self._post_hooks.get(index, ()):
+            for hook in list(self._post_hooks.get(index, {}).values()):
                 hook(self.group.params[index])
 
     def reduce_now(self, full_grad: Tensor) -> Tensor:
         """Mean over ranks of this rank's piece of `full_grad`, in the shard's dtype; nothing is remembered."""
-        full = full_grad.to(self.group.reduce_dtype)
-        piece = full.new_empty(self.group.layout.shard_elems)
-        issue_reduce_scatter(piece, full, self.group.process_group).wait()
-        return self._mean(piece)
+        return self._mean(self._issue(full_grad.to(self.group.reduce_dtype), frozenset()))
 
-    def _mean(self, piece_sum: Tensor) -> Tensor:
-        divided = piece_sum.div_(self.group.model.gradient_divide_factor(self.group.layout.world_size))
+    def _issue(self, full: Tensor, params: frozenset[int]) -> _Reduction:
+        piece = full.new_empty(self.group.layout.shard_elems)
+        work = issue_reduce_scatter(piece, full, self.group.process_group)
+        return _Reduction(work, full, piece, params)
+
+    def _mean(self, reduction: _Reduction) -> Tensor:
+        reduction.work.wait()
+        divided = reduction.piece.div_(self.group.model.gradient_divide_factor(self.group.layout.world_size))
         return divided.to(self.group.shard.dtype)
 
     def _add_to_shard(self, piece: Tensor) -> None:
@@ -144,17 +146,9 @@ class GroupGradients:
             elif self.group.shard.grad is not None:
                 self.group.local(self.group.shard.grad, index).zero_()
 
-    def add_post_hook(self, index: int, hook: Callable[[Tensor], None]) -> Any:
+    def add_post_hook(self, index: int, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """`hook(param)` after each reduction that gave the parameter a gradient."""
-        hooks = self._post_hooks.setdefault(index, [])
-        hooks.append(hook)
-        return _HookHandle(hooks, hook)
-
-
-class _HookHandle:
-    def __init__(self, hooks: list[Callable[[Tensor], None]], hook: Callable[[Tensor], None]) -> None:
-        self._hooks, self._hook = hooks, hook
-
-    def remove(self) -> None:
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
+        hooks = self._post_hooks.setdefault(index, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
