@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fsdp_passes._compat import returns_view
+from fsdp_passes._compat import is_operator, returns_view, written_arguments
 from fsdp_passes.ir.nodes import operand
 
 # Their results are the input's storage, always or when strides allow, whatever their schemas declare.
@@ -54,3 +54,13 @@ def readers_of(node: fx.Node) -> set[fx.Node]:
     """Nodes that compute with `node` or a view of it; views themselves compute nothing."""
     aliases = [node, *views_of(node)]
     return {user for alias in aliases for user in alias.users} - set(aliases)
+
+
+def written(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that some operator of the graph writes into."""
+    arguments = [
+        written_arguments(node.target, node.args, node.kwargs) for node in graph.nodes if is_operator(node.target)
+    ]
+    found: set[fx.Node] = set()
+    fx.node.map_arg(arguments, found.add)
+    return found

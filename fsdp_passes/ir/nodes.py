@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import fx
+
+from fsdp_passes._compat import is_operator
 
 
 def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
@@ -34,3 +38,23 @@ def results(graph: fx.Graph) -> list[Any]:
 
 def set_results(graph: fx.Graph, values: Sequence[Any]) -> None:
     graph.output_node().args = (tuple(values),)
+
+
+def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """What `node`, a get_attr in the graph of `gm`, reads."""
+    value: Any = gm
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
+def is_constant(node: fx.Node) -> bool:
+    """A tensor that the graph holds, or a size."""
+    return node.op == "get_attr" or isinstance(node.meta.get("val"), torch.SymInt | int)
+
+
+def is_repeatable(node: fx.Node) -> bool:
+    """A pure operator that gives the same values again; not one that draws random numbers."""
+    if node.target is operator.getitem:
+        return True
+    return is_operator(node.target) and not node.is_impure()

@@ -29,11 +29,11 @@ def run_passes(
     level: int,
     dump: Callable[[str, fx.GraphModule], None],
 ) -> None:
-    """Apply `passes` in order; after each the graph is recompiled, verified at `level`, and dumped."""
+    """Apply `passes` in order; after each the graph is verified at `level`, and dumped; at the end it is recompiled."""
     verify(gm, level, after="capture")
     dump("captured", gm)
     for each in passes:
         each.apply(gm)
-        gm.recompile()
         verify(gm, level, after=repr(each))
         dump(each.name, gm)
+    gm.recompile()

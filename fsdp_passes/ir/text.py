@@ -30,6 +30,7 @@ from torch import fx
 
 from fsdp_passes import _compat
 from fsdp_passes.ir.arguments import argument_text, operator_text, quote
+from fsdp_passes.ir.nodes import attribute
 from fsdp_passes.ir.ops import ShardInput
 from fsdp_passes.ir.reader import GETITEM, Reader, body_path, lane
 from fsdp_passes.ir.sizes import SymbolNames
@@ -79,9 +80,7 @@ def _annotation(gm: fx.GraphModule, node: fx.Node, names: SymbolNames) -> str:
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
-    value: Any = gm
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
+    value = attribute(gm, node)
     if not isinstance(value, torch.Tensor | fx.GraphModule):
         raise ValueError(f"expected get_attr of a tensor or a graph, got {type(value).__name__}")
     return value
