@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -76,6 +77,130 @@ def aot_compile(gm: Any, example_inputs: Any, **compilers: Any) -> Callable[...,
     return aot_autograd(keep_inference_input_mutations=True, **compilers)(gm, example_inputs)
 
 
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """What a graph is decomposed into before Inductor; nothing while it emulates eager's roundings.
+
+    aten.zeros stays whole: it tells a gradient that autograd made up from one that is zero.
+    """
+    import torch._inductor.lowering  # torch 2.13: registers decompositions of its own
+    from torch._inductor import config  # torch 2.13
+    from torch._inductor.decomposition import select_decomp_table  # torch 2.13
+
+    if config.emulate_precision_casts:
+        return {}
+    with config.patch(fallback_random=True):
+        table = dict(select_decomp_table())
+    table.pop(torch.ops.aten.zeros.default, None)
+    return table
+
+
+def _no_decompositions() -> dict[Any, Callable[..., Any]]:
+    return {}
+
+
+def emulates_eager() -> bool:
+    from torch._inductor import config  # torch 2.13
+
+    return bool(config.emulate_precision_casts)
+
+
+def is_elementwise(target: Any) -> bool:
+    return is_operator(target) and torch.Tag.pointwise in target.tags
+
+
+def leave_to_aten(node: Any) -> None:
+    """Have Inductor call this operator's own kernel."""
+    node.meta["should_fallback"] = True  # torch 2.13
+
+
+def inductor_state() -> str:
+    """What the code that Inductor makes depends on, besides the graph."""
+    from torch._inductor import config  # torch 2.13
+
+    modes = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_num_threads(),
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    )
+    return f"{config.get_hash()!r} {modes}"
+
+
+def inductor_compile(gm: Any) -> tuple[Callable[[list[Any]], Any], Callable[[], None]]:
+    """`gm`, whose placeholders have fake values, compiled by Inductor; it edits `gm`.
+
+    The first result is a function of one list that it empties. On the CPU its kernels are being compiled by
+    Inductor's threads, which the second result waits for; it must be called before the first.
+    """
+    from torch._guards import TracingContext, detect_fake_mode, tracing  # torch 2.13
+    from torch._inductor import compile_fx, config  # torch 2.13
+    from torch._inductor.utils import BoxedBool  # torch 2.13
+
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    kwargs: dict[str, Any] = {"cudagraphs": BoxedBool(False)}
+    if config.emulate_precision_casts:
+        kwargs["get_decomp_fn"] = _no_decompositions
+    # Regions are compiled against each other's strides.
+    output = gm.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # torch 2.13
+    mode = detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
+    # Without a context of its own a second compilation within one of Dynamo's fails on the strides of its outputs.
+    # fallback_random: what draws its random numbers itself is prepared by a pass over joint graphs that is not run.
+    with tracing(TracingContext(mode)), config.patch(fallback_random=True), _late_loads(inputs) as loads:
+        compiled = compile_fx.compile_fx_inner(gm, inputs, **kwargs)  # torch 2.13
+
+    def load() -> None:
+        for each in loads:
+            each()
+
+    return compiled, load
+
+
+@contextlib.contextmanager
+def _late_loads(inputs: list[Any]) -> Iterator[list[Callable[[], None]]]:
+    """Modules that Inductor makes here do not wait for their kernels; the list's functions do.
+
+    On the CPU only: elsewhere the kernels are part of what Inductor's cache on disk stores at once.
+    """
+    from torch._inductor.async_compile import AsyncCompile  # torch 2.13
+
+    wait, loads = AsyncCompile.wait, list[Callable[[], None]]()
+    if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in inputs):
+        yield loads
+        return
+    AsyncCompile.wait = lambda self, scope: loads.append(lambda: wait(self, scope))  # type: ignore[method-assign]
+    try:
+        yield loads
+    finally:
+        AsyncCompile.wait = wait  # type: ignore[method-assign]
+
+
+def size_facts(values: list[Any]) -> str | None:
+    """What the code compiled so far takes for granted about the symbols among `values`, a region's inputs."""
+    symbols = _backed_symbols(values)
+    if not symbols:
+        return None
+    env = symbols[0].node.shape_env
+    return env.produce_guards_expression(symbols, guards=env.get_pruned_guards(symbols))  # torch 2.13
+
+
+def size_facts_hold(facts: str | None, values: list[Any]) -> bool:
+    """Whether `facts` hold for other inputs; if so they become guards on their symbols."""
+    symbols = _backed_symbols(values)
+    if facts is None or not symbols:
+        return facts is None
+    env = symbols[0].node.shape_env
+    if not env.evaluate_guards_expression(facts, [symbol.node.hint for symbol in symbols]):  # torch 2.13
+        return False
+    return bool(env.evaluate_guards_expression(facts, symbols))  # torch 2.13
+
+
+def _backed_symbols(values: list[Any]) -> list[Any]:
+    """In the order of `values`; no guard can be about an unbacked one, which has no example value."""
+    return [value for value in values if isinstance(value, torch.SymInt) and value.node.has_hint()]
+
+
 def donate_no_saved_tensors() -> None:
     """Called while a forward is compiled: its backward may run again (retain_graph=True).
 
@@ -95,12 +220,21 @@ def compiled_autograd_is_on() -> bool:
     return bool(config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
 
 
+def graph_module(root: Any, graph: Any, name: str) -> Any:
+    """A GraphModule whose code is made when it is first called: most regions never are."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule  # torch 2.13
+
+    return _LazyGraphModule(root, graph, class_name=name)
+
+
 def boxed(gm: Any) -> Callable[[list[Any]], Any]:
     """`gm` as a function of one list that it empties, so that an input dies after its last use."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule  # torch 2.13
     from torch.fx.graph import _BoxedCodeGen  # torch 2.13
 
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
+    _LazyGraphModule.force_recompile(gm)  # torch 2.13
     return gm.forward
 
 
@@ -232,6 +366,27 @@ def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
     from torch.utils._pytree import tree_map_only  # torch 2.13
 
     return tree_map_only(Tensor, function, values)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Equal for tensors that share memory; for fake ones, too."""
+    return tensor.untyped_storage()._cdata  # torch 2.13
+
+
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """The values of a real tensor, in the order of its indices; also while graphs are traced."""
+    from torch.utils._python_dispatch import _disable_current_modes  # torch 2.13
+
+    with _disable_current_modes():  # torch 2.13
+        values = tensor.detach().cpu().contiguous()
+        return ctypes.string_at(values.data_ptr(), values.nbytes) if values.nbytes else b""
+
+
+def count(name: str) -> None:
+    """Add one to what torch counts of this package: counters["fsdp_opt"][name]."""
+    from torch._dynamo.utils import counters  # torch 2.13
+
+    counters["fsdp_opt"][name] += 1
 
 
 def warn_once(log: logging.Logger, message: str) -> None:

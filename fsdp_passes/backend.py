@@ -17,12 +17,13 @@ from fsdp_passes._compat import (
     aot_compile,
     compiled_autograd_is_on,
     donate_no_saved_tensors,
+    inductor_decompositions,
     warn_once,
 )
 from fsdp_passes.capture.joint import partition
 from fsdp_passes.capture.reads import merge_reads
 from fsdp_passes.capture.shards import find_shards, label_shards
-from fsdp_passes.codegen.compile import compile_region
+from fsdp_passes.codegen.compile import compile_regions
 from fsdp_passes.codegen.regions import cut
 from fsdp_passes.inspect.dump import DumpFolder
 from fsdp_passes.ir.ops import ShardInput
@@ -59,6 +60,7 @@ def fsdp_opt(
         bw_compiler=partial(compile_graph, "bwd", False),
         inference_compiler=partial(compile_graph, "fwd", False),
         partition_fn=partition,
+        decompositions=inductor_decompositions() if parsed.codegen == "inductor" else {},
     )
 
 
@@ -79,4 +81,4 @@ def _compile_graph(
     run_passes(graph, PASSES[direction], options.verify, dumps.write_graph)
     plan = cut(graph, direction, trains)
     dumps.write_plan(plan)
-    return Executor(plan, [compile_region(region, options.codegen) for region in plan.regions])
+    return Executor(plan, compile_regions(plan.regions, options.codegen, f"graph{folder.graph}.{direction}"))

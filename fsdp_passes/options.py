@@ -10,19 +10,19 @@ from typing import Any
 
 DUMP_VARIABLE = "FSDP_PASSES_DUMP"
 
-_CHOICES: dict[str, tuple[object, ...]] = {"grad_path": ("cat",), "codegen": ("fx",), "verify": (0, 1, 2)}
+_CHOICES: dict[str, tuple[object, ...]] = {"grad_path": ("cat",), "codegen": ("inductor", "fx"), "verify": (0, 1, 2)}
 
 
 @dataclass(frozen=True)
 class Options:
     """grad_path: "cat" concatenates each unit's gradients and adds the result into the flat buffer.
-    codegen: "fx" runs the captured operators one by one.
+    codegen: "inductor" compiles what lies between two communications; "fx" runs the captured operators one by one.
     verify: 0 no rules, 1 the cheap ones, 2 also re-infers every type.
     dump_dir: where graphs and plans are written; default: the environment variable FSDP_PASSES_DUMP.
     """
 
     grad_path: str = "cat"
-    codegen: str = "fx"
+    codegen: str = "inductor"
     verify: int = 1
     dump_dir: Path | None = None
 

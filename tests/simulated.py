@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fsdp_passes.codegen.compile import compile_region
+from fsdp_passes.codegen.compile import compile_regions
 from fsdp_passes.codegen.regions import cut
 from fsdp_passes.ir.ops import owner_of, set_owner
 from fsdp_passes.ir.text import dump, load
@@ -96,7 +96,7 @@ def random_inputs(gm: fx.GraphModule) -> list[Any]:
 def run_scheduled(gm: fx.GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
     """What the executor makes of `gm`, a scheduled graph."""
     plan = cut(gm, "bwd", trains=False)
-    return Executor(plan, [compile_region(region, "fx") for region in plan.regions])(list(inputs))
+    return Executor(plan, compile_regions(plan.regions, "fx", "test"))(list(inputs))
 
 
 def group_of(shard: Tensor) -> SimulatedGroup:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import demo
+import first_step
 import pytest
 import torch
 import train
@@ -93,6 +94,7 @@ def test_options_are_python_literals_or_strings():
         ("--options verify", "expected key=value, got 'verify'"),
         ("--backend fsdp2 --options verify=2", "expected --backend fsdp_opt, got fsdp2"),
         ("--backend none --dump d", "expected --backend fsdp_opt, got none"),
+        ("--backend fsdp2 --by-block", "expected --backend fsdp_opt, got fsdp2"),
         ("--steps 0", "expected at least 1, got 0"),
         ("--backend ddp", "invalid choice: 'ddp'"),
     ],
@@ -235,3 +237,33 @@ def test_demo_shows_first_and_last_step():
     assert demo._shown_steps(1) == [0]
     assert demo._shown_steps(3) == [0, 1, 2]
     assert demo._shown_steps(30) == [0, 6, 12, 17, 23, 29]
+
+
+# --- first step -------------------------------------------------------------------------------------
+
+
+def test_phases_inside_of_phases_are_counted_once(monkeypatch):
+    now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
+    monkeypatch.setattr(first_step, "cpu_seconds", lambda: next(now))
+    clock = first_step.PhaseClock()
+    inner = clock.timed("Inductor", lambda x: x + 1)
+    assert clock.timed("passes", inner)(1) == 2
+    clock.switch("Dynamo")
+    assert clock.spent == {"Dynamo": 1.0 + 5.0, "AOTAutograd": 0.0, "passes": 2.0 + 4.0, "Inductor": 3.0}
+
+
+def test_the_first_step_is_split_into_phases(tmp_path):
+    """A second process finds on disk what the first compiled."""
+    flags = [f"--{name}={value}" for name, value in TINY.items() if name not in ("layers", "device")]
+    cold, warm = (first_step.run(1, str(tmp_path), flags) for _ in range(2))
+    assert cold["regions"] == warm["regions"] >= cold["regions_compiled"] == warm["regions_compiled"] > 4
+    assert min(cold["spent"].values()) > 0
+    assert (cold["from_disk"], warm["from_disk"]) == (0, warm["regions_compiled"])
+    assert first_step.table_of([(1, "cold", cold), (1, "warm", warm)]).row_count == 2
+
+
+@pytest.mark.slow
+def test_block_by_block_each_block_is_captured_once(tmp_path):
+    flags = [f"--{name}={value}" for name, value in TINY.items() if name not in ("layers", "device")]
+    few, many = (first_step.run(n, str(tmp_path), [*flags, "--by-block"]) for n in (2, 4))
+    assert few["regions"] == many["regions"] > 0

@@ -25,13 +25,15 @@ class Setup:
     """What a backend needs to know.
 
     `low_precision`: parameters are gathered and used in bf16 and gradients reduced in fp32; master weights
-    are fp32 either way. `options` goes to the fsdp_opt backend.
+    are fp32 either way. `options` goes to the fsdp_opt backend; `by_block` has it compile each block by itself,
+    the first for all, and leave the rest of the model to eager.
     """
 
     device: torch.device
     low_precision: bool
     blocks: tuple[type[nn.Module], ...]
     options: dict[str, Any] = field(default_factory=dict)
+    by_block: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,13 @@ def _fsdp_opt(model: nn.Module, setup: Setup) -> Trainee:
 
     precision = fsdp.Precision(param=torch.bfloat16, reduce=torch.float32) if setup.low_precision else None
     model = fsdp.shard(model, precision=precision)
-    compiled = torch.compile(model, backend="fsdp_opt", options=setup.options)
-    return Trainee(model, compiled, cast(NoSync, model.no_sync))
+    no_sync = cast(NoSync, model.no_sync)
+    if not setup.by_block:
+        return Trainee(model, torch.compile(model, backend="fsdp_opt", options=setup.options), no_sync)
+    for block in model.modules():
+        if isinstance(block, setup.blocks):
+            block.compile(backend="fsdp_opt", options=setup.options)
+    return Trainee(model, model, no_sync)
 
 
 def _fsdp2(model: nn.Module, setup: Setup) -> Trainee:

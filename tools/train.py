@@ -52,6 +52,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=list(BACKENDS), default="fsdp_opt")
     parser.add_argument("--options", nargs="*", default=[], metavar="KEY=VALUE", help="for fsdp_opt")
     parser.add_argument("--dump", metavar="DIR", help="where fsdp_opt writes its graphs")
+    parser.add_argument("--by-block", action="store_true", help="fsdp_opt compiles block by block, not the whole model")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="of the compute")
@@ -62,8 +63,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     for name, default in (sizes | {"seq": 128, "batch": 4, "microbatches": 2, "steps": 30}).items():
         parser.add_argument(f"--{name}", type=_positive, default=default)
     flags = parser.parse_args(argv)
-    if flags.backend != "fsdp_opt" and (flags.options or flags.dump):
-        parser.error(f"--options and --dump: expected --backend fsdp_opt, got {flags.backend}")
+    if flags.backend != "fsdp_opt" and (flags.options or flags.dump or flags.by_block):
+        parser.error(f"--options, --dump and --by-block: expected --backend fsdp_opt, got {flags.backend}")
     try:
         flags.options = dict(_option(text) for text in flags.options)
     except ValueError as error:
@@ -109,6 +110,11 @@ def build_model(flags: argparse.Namespace) -> LlamaForCausalLM:
     if flags.checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def setup_of(flags: argparse.Namespace, device: torch.device) -> Setup:
+    """What the flags say about sharding and compiling."""
+    return Setup(device, flags.dtype == "bf16", (LlamaDecoderLayer,), flags.options, flags.by_block)
 
 
 @contextlib.contextmanager
@@ -166,8 +172,7 @@ def train(flags: argparse.Namespace, device: torch.device) -> tuple[list[StepRec
     """Train as the flags say; the records of all steps, and the model's number of parameters."""
     model = build_model(flags).to(device)
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    setup = Setup(device, flags.dtype == "bf16", (LlamaDecoderLayer,), flags.options)
-    trainee = prepare(model, flags.backend, setup)
+    trainee = prepare(model, flags.backend, setup_of(flags, device))
     optimizer = torch.optim.AdamW(trainee.model.parameters(), lr=flags.lr)
     batches = token_batches(read_corpus(), batch=flags.batch, seq=flags.seq, seed=flags.seed, rank=dist.get_rank())
     on_device = (tokens.to(device) for tokens in batches)

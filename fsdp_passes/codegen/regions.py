@@ -1,4 +1,8 @@
-"""From a scheduled graph to a plan: everything between two communications is one region."""
+"""From a scheduled graph to a plan: everything between two communications is one region.
+
+A region can be compiled by itself: each symbol in the sizes of its inputs is one of its inputs, and no two of its
+inputs share memory that it writes.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,14 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
+import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from fsdp_passes.ir.alias import is_view, source
-from fsdp_passes.ir.nodes import operand, operands, results
+from fsdp_passes._compat import graph_module
+from fsdp_passes.ir.alias import is_view, source, written
+from fsdp_passes.ir.nodes import is_constant, is_repeatable, operand, operands, results
 from fsdp_passes.ir.ops import ACCUMULATE, COMMUNICATION, GATHER, REDUCE, RELEASE, WAIT
 from fsdp_passes.schedule.plan import (
     Accumulate,
@@ -26,15 +34,22 @@ from fsdp_passes.schedule.plan import (
 
 
 def cut(gm: fx.GraphModule, direction: str, trains: bool) -> Plan:
-    """The plan of `gm`. Views of gathered buffers, and constants, are repeated in each region that reads them."""
+    """The plan of `gm`. Constants, and views of what is gathered or written, are repeated where they are read.
+
+    So no buffer leaves its region as a view, and the first of several equal blocks does not hold what all of them read.
+    """
     outputs = tuple(getattr(value, "name", value) for value in results(gm.graph))
+    repeated = _find_repeated(gm.graph)
+    symbols = _find_symbols(gm.graph)
     steps: list[Step] = []
     regions: list[fx.GraphModule] = []
-    for part in _parts(gm.graph):
+    for part in _parts(gm.graph, repeated):
         if isinstance(part, fx.Node):
             steps.append(_communication(part))
             continue
-        region, run = _region(gm, part, len(regions))
+        taken = _region_inputs(part, repeated)
+        taken += _missing_symbols(taken, part, symbols)
+        region, run = _region(gm, part, taken, len(regions))
         regions.append(region)
         steps.append(run)
     buffers = {step.buffer for step in steps if isinstance(step, Gather)}
@@ -46,12 +61,38 @@ def cut(gm: fx.GraphModule, direction: str, trains: bool) -> Plan:
     return Plan(direction, inputs, done, outputs, tuple(regions), trains)
 
 
-def _parts(graph: fx.Graph) -> list[fx.Node | list[fx.Node]]:
+def _find_repeated(graph: fx.Graph) -> set[fx.Node]:
+    """Constants, and views of gathered buffers and of what an operator writes into, unless the graph returns them.
+
+    What is made of sizes alone, as zeros([4]), is a constant, too.
+    """
+    owners = {source(node) for node in written(graph)}
+    returned = set(graph.output_node().all_input_nodes)
+
+    def is_repeated(node: fx.Node) -> bool:
+        if node.op == "get_attr" or (is_repeatable(node) and all(map(is_constant, node.all_input_nodes))):
+            return True
+        return is_view(node) and node.target is not WAIT and (source(node) in owners or source(node).target is GATHER)
+
+    return {node for node in graph.nodes if node not in returned and is_repeated(node)}
+
+
+def _find_symbols(graph: fx.Graph) -> dict[sympy.Symbol, fx.Node]:
+    """The first node whose value is that symbol of the sizes."""
+    found: dict[sympy.Symbol, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+            found.setdefault(value.node.expr, node)
+    return found
+
+
+def _parts(graph: fx.Graph, repeated: set[fx.Node]) -> list[fx.Node | list[fx.Node]]:
     """Communication nodes, and between them the lists of nodes that become regions."""
     parts: list[Any] = [[]]
     home: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "output") or _is_repeated(node):
+        if node.op in ("placeholder", "output") or node in repeated:
             continue
         if node.target in COMMUNICATION:
             parts += [node, []]
@@ -60,13 +101,6 @@ def _parts(graph: fx.Graph) -> list[fx.Node | list[fx.Node]]:
         home[node] = home.get(operand(node), parts[-1]) if node.target is operator.getitem else parts[-1]
         home[node].append(node)
     return [part for part in parts if part != []]
-
-
-def _is_repeated(node: fx.Node) -> bool:
-    """Constants and views of gathered buffers, unless the graph returns them."""
-    if any(user.op == "output" for user in node.users):
-        return False
-    return node.op == "get_attr" or (is_view(node) and source(node).target is GATHER and node.target is not WAIT)
 
 
 def _communication(node: fx.Node) -> Step:
@@ -84,9 +118,10 @@ def _communication(node: fx.Node) -> Step:
     return Reduce(names[0])
 
 
-def _region(gm: fx.GraphModule, nodes: Sequence[fx.Node], number: int) -> tuple[fx.GraphModule, Run]:
+def _region(
+    gm: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], number: int
+) -> tuple[fx.GraphModule, Run]:
     inside = set(nodes)
-    inputs = _region_inputs(nodes)
     leaving = [node for node in nodes if any(user not in inside for user in node.users)]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -103,10 +138,10 @@ def _region(gm: fx.GraphModule, nodes: Sequence[fx.Node], number: int) -> tuple[
         copy(node)
     graph.output(tuple(copies[node] for node in leaving))
     run = Run(number, tuple(node.name for node in inputs), tuple(node.name for node in leaving))
-    return fx.GraphModule(gm, graph, class_name=f"region_{number}"), run
+    return graph_module(gm, graph, f"region_{number}"), run
 
 
-def _region_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+def _region_inputs(nodes: Sequence[fx.Node], repeated: set[fx.Node]) -> list[fx.Node]:
     """What `nodes` read from outside, through the views that are repeated inside, in the order of first use."""
     known = set(nodes)
     inputs: list[fx.Node] = []
@@ -116,8 +151,17 @@ def _region_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
         if node in known:
             continue
         known.add(node)
-        if _is_repeated(node):
+        if node in repeated:
             pending = node.all_input_nodes + pending
         else:
             inputs.append(node)
     return inputs
+
+
+def _missing_symbols(
+    inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], symbols: dict[sympy.Symbol, fx.Node]
+) -> list[fx.Node]:
+    """Nodes for the symbols in the types of `inputs` that are no inputs themselves; none for what `nodes` define."""
+    needed = {symbol for node in inputs for symbol in free_symbols(node.meta.get("val"))}
+    found = [node for symbol, node in symbols.items() if symbol in needed]
+    return [node for node in found if node not in inputs and node not in nodes]

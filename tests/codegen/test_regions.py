@@ -85,6 +85,47 @@ EMPTY = """
     0 x: f32[4] = input()
     1 return ()
     """
+WRITTEN_THROUGH_A_VIEW = """
+    0 s: f32[2] = input(shard="up")
+    1 x: f32[4] = input()
+    2 v: f32[2,2] = aten.view(x, [2, 2])
+    3 y: f32[2,2] = aten.neg(v)
+    4 issue gather: f32[4] = fsdp_opt.gather(s, 2, torch.float32)
+    5 wait full: f32[4] = fsdp_opt.wait(gather)
+    6 z: f32[2,2] = aten.exp(v)
+    7 new: f32[4] = aten.mul.Tensor(x, full)
+    8 release release = fsdp_opt.release(full)
+    9 done: f32[4] = aten.copy_(x, new)
+    10 return (y, z)
+    """
+MADE_OF_SIZES = """
+    0 s: f32[2] = input(shard="up")
+    1 n: sym[s0] = input()
+    2 x: f32[3*s0] = input()
+    3 zeros: f32[3*s0] = aten.zeros_like(x)
+    4 ones: f32[4] = aten.ones([4], device=device("cpu"), pin_memory=False)
+    5 rows: i64[s0] = aten.arange(n, device=device("cpu"), pin_memory=False)
+    6 y: f32[3*s0] = aten.add.Tensor(x, zeros)
+    7 a: i64[s0] = aten.neg(rows)
+    8 b: f32[4] = aten.neg(ones)
+    9 issue gather: f32[4] = fsdp_opt.gather(s, 2, torch.float32)
+    10 wait full: f32[4] = fsdp_opt.wait(gather)
+    11 c: f32[4] = aten.mul.Tensor(full, ones)
+    12 d: i64[s0] = aten.abs(rows)
+    13 e: f32[3*s0] = aten.exp(y)
+    14 release release = fsdp_opt.release(full)
+    15 return (a, b, c, d, e)
+    """
+RANDOM_NUMBERS = """
+    0 s: f32[2] = input(shard="up")
+    1 noise: f32[4] = aten.rand([4], device=device("cpu"), pin_memory=False)
+    2 y: f32[4] = aten.neg(noise)
+    3 issue gather: f32[4] = fsdp_opt.gather(s, 2, torch.float32)
+    4 wait full: f32[4] = fsdp_opt.wait(gather)
+    5 z: f32[4] = aten.mul.Tensor(full, noise)
+    6 release release = fsdp_opt.release(full)
+    7 return (y, z)
+    """
 WRITES = """
     0 s: f32[2] = input(shard="up")
     1 x: f32[4] = input()
@@ -233,6 +274,91 @@ region_1:
    2         z: f32[4] = aten.mul.Tensor(full, c)
    3         return (z,)
 """,
+        )
+
+    def test_views_of_what_is_written_are_repeated(self) -> None:
+        got = dump_plan(plan_of(WRITTEN_THROUGH_A_VIEW))
+        self.assertExpectedInline(
+            got,
+            """\
+plan bwd (s, x)
+   0 run     y = region_0(x)
+   1 issue   full: f32[4] = gather(s)
+   2 wait    full
+   3 run     z, new = region_1(x, full)
+   4 release full
+   5 run     region_2(x, new) drop (x, new)
+   6         return (y, z)
+
+region_0:
+   0         x: f32[4] = input()
+   1         v: f32[2,2] = aten.view(x, [2, 2])
+   2         y: f32[2,2] = aten.neg(v)
+   3         return (y,)
+
+region_1:
+   0         x: f32[4] = input()
+   1         full: f32[4] = input()
+   2         v: f32[2,2] = aten.view(x, [2, 2])
+   3         z: f32[2,2] = aten.exp(v)
+   4         new: f32[4] = aten.mul.Tensor(x, full)
+   5         return (z, new)
+
+region_2:
+   0         x: f32[4] = input()
+   1         new: f32[4] = input()
+   2         done: f32[4] = aten.copy_(x, new)
+   3         return ()
+""",
+        )
+
+    def test_what_is_made_of_sizes_is_repeated_and_the_sizes_are_inputs(self) -> None:
+        got = dump_plan(plan_of(MADE_OF_SIZES))
+        self.assertExpectedInline(
+            got,
+            """\
+plan bwd (s, n, x)
+   0 run     y, a, b = region_0(x, n) drop (x)
+   1 issue   full: f32[4] = gather(s)
+   2 wait    full
+   3 run     c, d, e = region_1(full, n, y) drop (n, y)
+   4 release full
+   5         return (a, b, c, d, e)
+
+region_0:
+   0         x: f32[3*s0] = input()
+   1         n: sym[s0] = input()
+   2         zeros: f32[3*s0] = aten.zeros_like(x)
+   3         y: f32[3*s0] = aten.add.Tensor(x, zeros)
+   4         rows: i64[s0] = aten.arange(n, device=device("cpu"), pin_memory=False)
+   5         a: i64[s0] = aten.neg(rows)
+   6         ones: f32[4] = aten.ones([4], device=device("cpu"), pin_memory=False)
+   7         b: f32[4] = aten.neg(ones)
+   8         return (y, a, b)
+
+region_1:
+   0         full: f32[4] = input()
+   1         n: sym[s0] = input()
+   2         y: f32[3*s0] = input()
+   3         ones: f32[4] = aten.ones([4], device=device("cpu"), pin_memory=False)
+   4         c: f32[4] = aten.mul.Tensor(full, ones)
+   5         rows: i64[s0] = aten.arange(n, device=device("cpu"), pin_memory=False)
+   6         d: i64[s0] = aten.abs(rows)
+   7         e: f32[3*s0] = aten.exp(y)
+   8         return (c, d, e)
+""",
+        )
+
+    def test_random_numbers_are_drawn_once(self) -> None:
+        got = dump_plan(plan_of(RANDOM_NUMBERS)).partition("region_1")[0]
+        self.assertExpectedInline(
+            got,
+            """\
+plan bwd (s)
+   0 run     noise, y = region_0()
+   1 issue   full: f32[4] = gather(s)
+   2 wait    full
+   3 run     z = """,
         )
 
     def test_inputs_that_are_outputs(self) -> None:

@@ -66,7 +66,7 @@ def next_token_loss(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
-    return torch.compile(model, backend="fsdp_opt", options={"verify": 2, **options})
+    return torch.compile(model, backend="fsdp_opt", options={"verify": 2, "codegen": "fx", **options})
 
 
 def backward_window(model: Any, sharded: nn.Module | None, step: int, count: int) -> None:

@@ -501,7 +501,7 @@ class ChainPair(Pair):
         super().__init__(Chain, False, units=["a", "b"])
         if compile:
             for block in (self.model.a, self.model.b):
-                block.compile(backend="fsdp_opt", options={"verify": 2})
+                block.compile(backend="fsdp_opt", options={"verify": 2, "codegen": "fx"})
 
 
 def _raise_in_backward(grad: Tensor) -> None:
@@ -560,7 +560,7 @@ def _checkpointed(way: str, compile: str) -> dict[str, str]:
         pair.model.call = _CHECKPOINTS[way]
         if compile == "blocks":
             for block in (pair.model.a, pair.model.b):
-                block.compile(backend="fsdp_opt", options={"verify": 2})
+                block.compile(backend="fsdp_opt", options={"verify": 2, "codegen": "fx"})
         try:
             _checkpointed_window(pair, names)
         except Exception as error:

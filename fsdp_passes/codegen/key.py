@@ -1,0 +1,61 @@
+"""When two regions are the same to a compiler: equal but for the names of nodes, attributes and symbols."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import Tensor, fx
+
+from fsdp_passes._compat import graph_module, storage_id, tensor_bytes
+from fsdp_passes.ir.nodes import attribute
+from fsdp_passes.ir.text import dump
+
+
+def canonical(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of `gm` whose nodes and attributes, those of the graphs that it calls too, are named by position."""
+    attributes: dict[str, Any] = {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        name, target = f"v{len(copies)}", node.target
+        if node.op == "get_attr":
+            target = f"c{len(attributes)}"
+            value = attribute(gm, node)
+            attributes[target] = canonical(value) if isinstance(value, fx.GraphModule) else value
+        elif node.op == "placeholder":
+            target = name
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = graph.create_node(node.op, target, args, kwargs, name)
+        copies[node].meta = {key: value for key, value in node.meta.items() if key != "fsdp"}
+    return graph_module(attributes, graph, "region")
+
+
+def region_key(gm: fx.GraphModule) -> str | None:
+    """A digest of `gm`, a canonical graph: operators, types, devices, aliases among inputs, values of constants.
+
+    None: the graph language has no words for one of its nodes, so nothing can be said about it.
+    """
+    try:
+        text = dump(gm)
+    except ValueError:
+        return None
+    inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    storages = [storage_id(value) for value in tensors]
+    facts = [(str(value.device), str(value.storage_offset())) for value in tensors]
+    aliases = [storages.index(storage) for storage in storages]
+    return hashlib.sha256(repr((text, facts, aliases, _constants(gm))).encode()).hexdigest()
+
+
+def _constants(gm: fx.GraphModule) -> list[str]:
+    """Digests of the tensors that `gm`, or a graph that it calls, reads as attributes, in the order of the graph."""
+    found: list[str] = []
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = attribute(gm, node)
+        found += _constants(value) if isinstance(value, fx.GraphModule) else [_digest(value)]
+    return found
+
+
+def _digest(tensor: Tensor) -> str:
+    return f"{tensor.device} {hashlib.sha256(tensor_bytes(tensor)).hexdigest()}"
