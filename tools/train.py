@@ -57,7 +57,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="of the compute")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each layer in backward")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     sizes = {"layers": 4, "hidden": 128, "heads": 4, "kv-heads": 2, "intermediate": 384}
     for name, default in (sizes | {"seq": 128, "batch": 4, "microbatches": 2, "steps": 30}).items():
