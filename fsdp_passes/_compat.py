@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -86,7 +87,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor import config  # torch 2.13
     from torch._inductor.decomposition import select_decomp_table  # torch 2.13
 
-    if config.emulate_precision_casts:
+    if emulates_eager():
         return {}
     with config.patch(fallback_random=True):
         table = dict(select_decomp_table())
@@ -102,6 +103,13 @@ def emulates_eager() -> bool:
     from torch._inductor import config  # torch 2.13
 
     return bool(config.emulate_precision_casts)
+
+
+def emulate_eager(emulated: bool) -> Any:
+    """A context in which Inductor emulates the roundings of eager, or does not."""
+    from torch._inductor import config  # torch 2.13
+
+    return config.patch(emulate_precision_casts=emulated)
 
 
 def is_elementwise(target: Any) -> bool:
@@ -138,16 +146,17 @@ def inductor_compile(gm: Any) -> tuple[Callable[[list[Any]], Any], Callable[[], 
     from torch._inductor.utils import BoxedBool  # torch 2.13
 
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    values = [node.meta.get("val") for node in gm.graph.nodes]
     kwargs: dict[str, Any] = {"cudagraphs": BoxedBool(False)}
-    if config.emulate_precision_casts:
+    if emulates_eager():
         kwargs["get_decomp_fn"] = _no_decompositions
     # Regions are compiled against each other's strides.
     output = gm.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # torch 2.13
-    mode = detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
+    mode = detect_fake_mode(values)
     # Without a context of its own a second compilation within one of Dynamo's fails on the strides of its outputs.
     # fallback_random: what draws its random numbers itself is prepared by a pass over joint graphs that is not run.
-    with tracing(TracingContext(mode)), config.patch(fallback_random=True), _late_loads(inputs) as loads:
+    with tracing(TracingContext(mode)), config.patch(fallback_random=True), _late_loads(values) as loads:
         compiled = compile_fx.compile_fx_inner(gm, inputs, **kwargs)  # torch 2.13
 
     def load() -> None:
@@ -158,20 +167,32 @@ def inductor_compile(gm: Any) -> tuple[Callable[[list[Any]], Any], Callable[[], 
 
 
 @contextlib.contextmanager
-def _late_loads(inputs: list[Any]) -> Iterator[list[Callable[[], None]]]:
-    """Modules that Inductor makes here do not wait for their kernels; the list's functions do.
+def _late_loads(values: list[Any]) -> Iterator[list[Callable[[], None]]]:
+    """Modules that Inductor makes here, in this thread, do not wait for their kernels; the list's functions do.
 
-    On the CPU only: elsewhere the kernels are part of what Inductor's cache on disk stores at once.
+    On the CPU only: elsewhere the kernels are part of what Inductor's cache on disk stores at once. Not reentrant.
     """
     from torch._inductor.async_compile import AsyncCompile  # torch 2.13
 
-    wait, loads = AsyncCompile.wait, list[Callable[[], None]]()
-    if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in inputs):
+    wait, thread, loads = AsyncCompile.wait, threading.get_ident(), list[Callable[[], None]]()
+    if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values):
         yield loads
         return
-    AsyncCompile.wait = lambda self, scope: loads.append(lambda: wait(self, scope))  # type: ignore[method-assign]
+
+    def wait_later(self: Any, scope: Any) -> None:
+        if threading.get_ident() == thread:
+            loads.append(lambda: wait(self, scope))
+        else:
+            wait(self, scope)
+
+    AsyncCompile.wait = wait_later  # type: ignore[method-assign]
     try:
         yield loads
+    except BaseException:
+        for load in loads:  # torch keeps the modules, and would use them as they are
+            with contextlib.suppress(Exception):
+                load()
+        raise
     finally:
         AsyncCompile.wait = wait  # type: ignore[method-assign]
 
@@ -374,11 +395,16 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """The values of a real tensor, in the order of its indices; also while graphs are traced."""
+    """The values of a tensor, in the order of its indices, also while graphs are traced.
+
+    NotImplementedError: it has none (fake, meta), or they are not strided.
+    """
     from torch.utils._python_dispatch import _disable_current_modes  # torch 2.13
 
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+        raise NotImplementedError(f"expected a strided tensor with values, got {type(tensor).__name__}")
     with _disable_current_modes():  # torch 2.13
-        values = tensor.detach().cpu().contiguous()
+        values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         return ctypes.string_at(values.data_ptr(), values.nbytes) if values.nbytes else b""
 
 

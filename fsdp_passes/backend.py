@@ -17,6 +17,8 @@ from fsdp_passes._compat import (
     aot_compile,
     compiled_autograd_is_on,
     donate_no_saved_tensors,
+    emulate_eager,
+    emulates_eager,
     inductor_decompositions,
     warn_once,
 )
@@ -52,7 +54,7 @@ def fsdp_opt(
     if compiled_autograd_is_on():
         warn_once(log, "fsdp_opt: compiled autograd traces backward anew; every backward reduces its gradients")
     merge_reads(gm)
-    compile_graph = partial(_compile_graph, shards, parsed, DumpFolder.next_graph(parsed.dump_dir))
+    compile_graph = partial(_compile_graph, shards, parsed, DumpFolder.next_graph(parsed.dump_dir), emulates_eager())
     return aot_compile(
         gm,
         example_inputs,
@@ -68,6 +70,7 @@ def _compile_graph(
     shards: Mapping[int, ShardInput],
     options: Options,
     folder: DumpFolder,
+    emulated: bool,
     direction: str,
     trains: bool,
     graph: fx.GraphModule,
@@ -81,4 +84,5 @@ def _compile_graph(
     run_passes(graph, PASSES[direction], options.verify, dumps.write_graph)
     plan = cut(graph, direction, trains)
     dumps.write_plan(plan)
-    return Executor(plan, compile_regions(plan.regions, options.codegen, f"graph{folder.graph}.{direction}"))
+    with emulate_eager(emulated):  # as when the graph was captured: a backward is compiled later
+        return Executor(plan, compile_regions(plan.regions, options.codegen, direction))

@@ -96,7 +96,7 @@ def random_inputs(gm: fx.GraphModule) -> list[Any]:
 def run_scheduled(gm: fx.GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
     """What the executor makes of `gm`, a scheduled graph."""
     plan = cut(gm, "bwd", trains=False)
-    return Executor(plan, compile_regions(plan.regions, "fx", "test"))(list(inputs))
+    return Executor(plan, compile_regions(plan.regions, "fx", "bwd"))(list(inputs))
 
 
 def group_of(shard: Tensor) -> SimulatedGroup:

@@ -1,4 +1,4 @@
-"""Cutting AOTAutograd's joint graph in two, so that nothing is kept from forward into backward but activations."""
+"""Cutting AOTAutograd's joint graph in two, so that backward gathers again, and makes constants again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_passes._compat import min_cut_partition
 from fsdp_passes.ir.alias import readers_of, views_of, written
-from fsdp_passes.ir.nodes import is_constant, is_repeatable, results
+from fsdp_passes.ir.nodes import is_constant, is_pure, is_repeatable, results
 from fsdp_passes.ir.ops import UNSHARD
 
 # A region of its own for the partitioner; above the ids that torch.utils.checkpoint counts up from 0.
@@ -21,7 +21,7 @@ def partition(
     joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward graph by min-cut, each gathering what it needs of the units that reshard."""
-    for node in _values_without_activations(joint.graph):
+    for node in _recomputed_values(joint.graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _RESHARD_REGION
     for node in _readers_of_written_inputs(joint.graph):
@@ -31,7 +31,7 @@ def partition(
     return forward, backward
 
 
-def _values_without_activations(graph: fx.Graph) -> set[fx.Node]:
+def _recomputed_values(graph: fx.Graph) -> set[fx.Node]:
     """Gathers of units that reshard, their views, and what is computed from parameters and constants alone.
 
     A saved view would keep the whole buffer alive; a saved cast of a weight would be as large again. Masks and other
@@ -48,11 +48,12 @@ def _values_without_activations(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _readers_of_written_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """What is computed from a buffer that forward writes: in backward the buffer has other values.
+    """What is computed from a buffer that the graph writes: in backward the buffer has other values.
 
-    torch 2.13 recomputes it from them, under its own backends, too.
+    torch 2.13 recomputes it from them, under its own backends, too. What a checkpoint recomputes is left to it: it
+    reads the written buffer in eager, too.
     """
-    return {reader for buffer in written(graph) for reader in readers_of(buffer) if is_repeatable(reader)}
+    return {reader for buffer in written(graph) for reader in readers_of(buffer) if is_pure(reader)}
 
 
 def _compute_saved_values_early(forward: fx.Graph, num_fwd_outputs: int) -> None:
@@ -66,7 +67,7 @@ def _compute_saved_values_early(forward: fx.Graph, num_fwd_outputs: int) -> None
     """
     needed = _ancestors(results(forward)[:num_fwd_outputs])
     for node in list(forward.nodes):
-        if node not in needed and is_repeatable(node) and node.all_input_nodes:
+        if node not in needed and is_pure(node) and node.all_input_nodes:
             last = max(node.all_input_nodes)  # nodes compare by their place in the graph
             if last.op != "placeholder":
                 last.append(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from fsdp_passes._compat import (
     leave_to_aten,
     size_facts,
     size_facts_hold,
+    warn_once,
 )
 from fsdp_passes.codegen.key import canonical, region_key
 from fsdp_passes.ir.alias import is_view
@@ -30,17 +32,19 @@ log = logging.getLogger(__name__)
 Region = Callable[[list[Any]], Sequence[Any]]
 
 
-def compile_regions(regions: Sequence[fx.GraphModule], codegen: str, graph: str) -> list[Region]:
+def compile_regions(regions: Sequence[fx.GraphModule], codegen: str, direction: str) -> list[Region]:
     """`codegen="fx"`: a region's operators, called one by one in the order of the graph.
 
     "inductor": code that Inductor generates, once for all equal regions of a process. A region that it cannot compile
-    runs as under "fx", which the log says, once; `graph` is what it calls the graph that the regions were cut from.
+    runs as under "fx", which the log says, once. `direction`: "fwd" or "bwd".
     """
     if codegen == "fx":
         return [boxed(region) for region in regions]
-    found = [_CACHE.find_or_compile(region, f"region_{i} of {graph}") for i, region in enumerate(regions)]
-    for each in found:
-        each.finish()
+    with _CACHE.lock:
+        found = [_CACHE.find_or_compile(region, f"region_{i} of {direction}") for i, region in enumerate(regions)]
+        for each in found:
+            each.finish()
+        _CACHE.forget_failures()
     return [each.call or boxed(region) for each, region in zip(found, regions, strict=True)]
 
 
@@ -61,26 +65,27 @@ class _Compiled:
             self._give_up(error)
 
     def finish(self) -> None:
-        """Wait for the kernels."""
-        load, self.load = self.load, None
+        """Wait for the kernels; once more after an interrupt."""
         try:
-            if load is not None:
-                load()
+            if self.load is not None:
+                self.load()
         except Exception as error:
             self._give_up(error)
+        self.load = None
 
     def _give_up(self, error: Exception) -> None:
         self.call = None
         count("regions_not_compiled")
-        reason = str(error).strip().partition("\n")[0]
-        log.warning("%s runs operator by operator, because Inductor cannot compile it: %s", self.name, reason)
+        reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+        warn_once(log, f"{self.name} runs operator by operator, because Inductor cannot compile it: {reason}")
         log.debug("%s", self.name, exc_info=error)
 
 
 @dataclass
 class _Cache:
-    """Equal regions may take different facts for granted, hence a list for each key."""
+    """Equal regions may take different facts for granted, hence a list for each key. To be used under its lock."""
 
+    lock: threading.RLock = field(default_factory=threading.RLock)
     _by_key: dict[tuple[str, str], list[_Compiled]] = field(default_factory=dict)
 
     def find_or_compile(self, region: fx.GraphModule, name: str) -> _Compiled:
@@ -93,20 +98,32 @@ class _Cache:
             if size_facts_hold(each.facts, inputs):
                 return each
         count("regions_compiled")
-        compiled = _Compiled(name)
+        compiled = _Compiled(f"{name} ({_operators(region.graph)})")
         compiled.start(gm, inputs)
         known.append(compiled)
         return compiled
 
+    def forget_failures(self) -> None:
+        """Equal regions of one graph fail once; the next graph may find a compiler that works."""
+        for known in self._by_key.values():
+            known[:] = [each for each in known if each.call is not None]
+
+
+def _operators(graph: fx.Graph, num_shown: int = 5) -> str:
+    """The names of the first operators that are no views."""
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function" and not is_view(node)]
+    return ", ".join([*names[:num_shown], "..."] if len(names) > num_shown else names)
+
 
 def _prepare(graph: fx.Graph) -> None:
-    """aten.zeros, which capture keeps whole, becomes what Inductor knows: zeros([2], dtype=d) -> full([2], 0, dtype=d).
+    """aten.zeros, which capture keeps whole, becomes what Inductor knows: zeros([2]) -> full([2], 0, dtype=f32).
 
     While Inductor emulates the roundings of eager, what is not elementwise is left to ATen's kernels: it would add up
     in another order.
     """
     for node in calls(graph, torch.ops.aten.zeros.default):
         node.target, node.args = torch.ops.aten.full.default, (*node.args, 0)
+        node.kwargs = {**node.kwargs, "dtype": node.meta["val"].dtype}
     if emulates_eager():
         for node in graph.nodes:
             if is_repeatable(node) and not is_view(node) and not is_elementwise(node.target):

@@ -6,10 +6,12 @@ import hashlib
 from typing import Any
 
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fsdp_passes._compat import graph_module, storage_id, tensor_bytes
 from fsdp_passes.ir.nodes import attribute
 from fsdp_passes.ir.text import dump
+from fsdp_passes.ir.types import UNKNOWN
 
 
 def canonical(gm: fx.GraphModule) -> fx.GraphModule:
@@ -34,18 +36,25 @@ def canonical(gm: fx.GraphModule) -> fx.GraphModule:
 def region_key(gm: fx.GraphModule) -> str | None:
     """A digest of `gm`, a canonical graph: operators, types, devices, aliases among inputs, values of constants.
 
-    None: the graph language has no words for one of its nodes, so nothing can be said about it.
+    None: it cannot be compared. The graph language has no words for one of its nodes, a tensor has no values or no
+    strides, a size depends on data, of which code may take for granted what the graph does not show, or it calls a
+    kernel of the user's, of which the graph has only a number.
     """
+    values = [node.meta.get("val") for node in gm.graph.nodes]
     try:
-        text = dump(gm)
-    except ValueError:
+        text, constants = dump(gm), _constants(gm)
+    except (ValueError, NotImplementedError):
         return None
-    inputs = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    if f": {UNKNOWN} = " in text or "triton_kernel_wrapper" in text or any(map(free_unbacked_symbols, values)):
+        return None
+    devices = [str(value.device) for value in values if isinstance(value, Tensor)]
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     storages = [storage_id(value) for value in tensors]
-    facts = [(str(value.device), str(value.storage_offset())) for value in tensors]
-    aliases = [storages.index(storage) for storage in storages]
-    return hashlib.sha256(repr((text, facts, aliases, _constants(gm))).encode()).hexdigest()
+    places = [
+        (storages.index(storage), str(value.storage_offset())) for storage, value in zip(storages, tensors, strict=True)
+    ]
+    return hashlib.sha256(repr((text, devices, places, constants)).encode()).hexdigest()
 
 
 def _constants(gm: fx.GraphModule) -> list[str]:

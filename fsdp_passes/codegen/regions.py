@@ -36,7 +36,8 @@ from fsdp_passes.schedule.plan import (
 def cut(gm: fx.GraphModule, direction: str, trains: bool) -> Plan:
     """The plan of `gm`. Constants, and views of what is gathered or written, are repeated where they are read.
 
-    So no buffer leaves its region as a view, and the first of several equal blocks does not hold what all of them read.
+    So no buffer leaves its region as a view. A constant that several equal blocks read would be an output of the first
+    one's region, which would differ from the others.
     """
     outputs = tuple(getattr(value, "name", value) for value in results(gm.graph))
     repeated = _find_repeated(gm.graph)

@@ -49,12 +49,19 @@ def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def is_constant(node: fx.Node) -> bool:
-    """A tensor that the graph holds, or a size."""
+    """A tensor that the graph holds, or a size, which may be an input."""
     return node.op == "get_attr" or isinstance(node.meta.get("val"), torch.SymInt | int)
 
 
-def is_repeatable(node: fx.Node) -> bool:
-    """A pure operator that gives the same values again; not one that draws random numbers."""
+def is_pure(node: fx.Node) -> bool:
+    """An operator that writes nothing and, if its tags are true, draws no random numbers; or an item of a tuple."""
     if node.target is operator.getitem:
         return True
     return is_operator(node.target) and not node.is_impure()
+
+
+def is_repeatable(node: fx.Node) -> bool:
+    """A pure operator of torch's own, which gives the same values again; nothing is known of a user's."""
+    if node.target is operator.getitem:
+        return True
+    return is_pure(node) and str(node.target).startswith(("aten.", "prims."))

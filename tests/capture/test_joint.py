@@ -44,7 +44,7 @@ class Counter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return self.linear(x) * (2 * self.calls).cos()
+        return self.linear(x) * (2 * self.calls.view(1, 1)).cos()
 
 
 def test_backward_sees_a_written_buffer_as_forward_did() -> None:
@@ -57,6 +57,23 @@ def test_backward_sees_a_written_buffer_as_forward_did() -> None:
     run(torch.ones(2, 4)).sum().backward()
     torch.testing.assert_close(model.linear.bias.grad, torch.full((4,), 2 * torch.tensor(4.0).cos().item()))
     assert model.calls == 2
+
+
+@torch.library.custom_op("fsdp_passes_tests::next_number", mutates_args=())
+def next_number(size: int) -> Tensor:
+    """Another value at each call, which no tag says."""
+    _CALLS.append(size)
+    return torch.full((size,), float(len(_CALLS)))
+
+
+next_number.register_fake(lambda size: torch.empty(size))
+_CALLS: list[int] = []
+
+
+def test_a_users_operator_without_inputs_is_called_once() -> None:
+    x, w = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    captured(lambda x, w: (x * (k := next_number(4)) * w).exp() * k, x, w)
+    assert _CALLS == [4]
 
 
 def names(gm: fx.GraphModule) -> list[str]:

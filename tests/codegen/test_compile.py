@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ WRITES = """
     """
 ZEROS = """
     0 x: f32[2] = input()
-    1 zeros: f32[3] = aten.zeros([3], dtype=torch.float32, layout=torch.strided, device=device("cpu"), pin_memory=False)
+    1 zeros: f32[3] = aten.zeros([3], device=device("cpu"), pin_memory=False)
     2 y: f32[5] = aten.cat([x, zeros])
     3 return (y,)
     """
@@ -60,7 +61,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def compiled(*texts: str) -> list[Any]:
-    return compile_regions([graph(text) for text in texts], "inductor", "graph0.fwd")
+    return compile_regions([graph(text) for text in texts], "inductor", "fwd")
 
 
 def counted() -> dict[str, int]:
@@ -113,14 +114,14 @@ def test_what_the_code_takes_for_granted_must_hold_for_the_next_region(stubs: li
     """24 rows are a multiple of 8, of which a guard tells; then 36 rows, which are none; then any."""
     multiple, none, again = (graph(ROWS) for _ in range(3))
     assert bool(size_of(multiple) % 8 == 0)
-    (first,) = compile_regions([multiple], "inductor", "graph0.fwd")
+    (first,) = compile_regions([multiple], "inductor", "fwd")
     size_of(none).node._hint = 36
     none_env = size_of(none).node.shape_env
     for symbol in list(none_env.backed_var_to_val):
         none_env.backed_var_to_val[symbol] = type(none_env.backed_var_to_val[symbol])(36)
-    (second,) = compile_regions([none], "inductor", "graph0.fwd")
+    (second,) = compile_regions([none], "inductor", "fwd")
     assert second != first
-    (third,) = compile_regions([again], "inductor", "graph0.fwd")
+    (third,) = compile_regions([again], "inductor", "fwd")
     assert third == first
     assert any("Mod" in str(guard.expr) for guard in size_of(again).node.shape_env.guards)
 
@@ -168,22 +169,80 @@ def failing(error: Exception) -> Any:
 def test_a_failure_is_told_once(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it comes while a region is lowered, or while its kernels compile."""
     fail = failing(RuntimeError("no such instruction\nand much more"))
-    monkeypatch.setattr(codegen, "inductor_compile", (lambda gm: (None, fail)) if late else fail)
+    monkeypatch.setattr(
+        codegen, "inductor_compile", (lambda gm: (failing(AssertionError("called")), fail)) if late else fail
+    )
     messages: list[str] = []
-    monkeypatch.setattr(codegen.log, "warning", lambda text, *args: messages.append(text % args))
+    monkeypatch.setattr(codegen, "warn_once", lambda log, message: messages.append(message))
     first, second = compiled(BLOCK, BLOCK)
     x, w = random_inputs(graph(BLOCK))
     expected = (x @ w).relu()
     assert all(torch.equal(region([x, w])[0], expected) for region in (first, second))
     assert messages == [
-        "region_0 of graph0.fwd runs operator by operator, because Inductor cannot compile it: no such instruction"
+        "region_0 of fwd (aten.mm.default, aten.relu.default) runs operator by operator, because Inductor cannot "
+        "compile it: RuntimeError: no such instruction"
     ]
     assert counted() == {"regions": 2, "regions_compiled": 1, "regions_not_compiled": 1}
 
 
 def test_fx_compiles_nothing(stubs: list[fx.GraphModule]) -> None:
-    (region,) = compile_regions([graph(BLOCK)], "fx", "graph0.fwd")
+    (region,) = compile_regions([graph(BLOCK)], "fx", "fwd")
     x, w = random_inputs(graph(BLOCK))
     values: list[Tensor] = [x, w]
     assert torch.equal(region(values)[0], (x @ w).relu())
     assert (stubs, values, counted()) == ([], [], {})
+
+
+def test_a_failure_is_tried_again_by_the_next_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(codegen, "inductor_compile", failing(RuntimeError("no compiler")))
+        compiled(BLOCK)
+    compiled(BLOCK)
+    assert counted() == {"regions": 2, "regions_compiled": 2, "regions_not_compiled": 1}
+
+
+def test_after_an_interrupt_kernels_are_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[BaseException | None] = [KeyboardInterrupt(), None]
+
+    def load() -> None:
+        if (error := waits.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(codegen, "inductor_compile", lambda gm: ("code", load))
+    with pytest.raises(KeyboardInterrupt):
+        compiled(BLOCK)
+    assert compiled(BLOCK) == ["code"]
+    assert waits == []
+
+
+def test_threads_compile_one_after_the_other() -> None:
+    """Each waits for its own kernels."""
+    texts = [BLOCK.replace("aten.relu(y)", f"aten.{name}(y)") for name in ("sin", "cos", "exp")]
+    x, w = random_inputs(graph(BLOCK))
+    with ThreadPoolExecutor(4) as threads:
+        stock = threads.submit(torch.compile(lambda a: (a.sin() + 1).cos().sum(-1)), x)
+        got = [region([x, w])[0] for (region,) in threads.map(compiled, texts)]
+        torch.testing.assert_close(stock.result(), (x.sin() + 1).cos().sum(-1))
+    for value, name in zip(got, ("sin", "cos", "exp"), strict=True):
+        torch.testing.assert_close(value, getattr(x @ w, name)())
+    assert "regions_not_compiled" not in counted()
+
+
+def test_kernels_compile_while_the_next_region_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel is waited for before the last region was given to Inductor."""
+    events: list[str] = []
+    compile_it = codegen.inductor_compile
+
+    def watched(gm: fx.GraphModule) -> tuple[Any, Any]:
+        code, load = compile_it(gm)
+        events.append("lowered")
+
+        def load_and_tell() -> None:
+            events.append(f"{len(load.__closure__[0].cell_contents)} modules wait")
+            load()
+
+        return code, load_and_tell
+
+    monkeypatch.setattr(codegen, "inductor_compile", watched)
+    compiled(BLOCK.replace("relu", "tan"), BLOCK.replace("relu", "atan"))
+    assert events == ["lowered", "lowered", "1 modules wait", "1 modules wait"]

@@ -116,6 +116,13 @@ MADE_OF_SIZES = """
     14 release release = fsdp_opt.release(full)
     15 return (a, b, c, d, e)
     """
+NOT_A_MULTIPLE = """
+    0 s: f32[2] = input(shard="up")
+    1 n: sym[s0] = input()
+    2 x: f32[3*s0] = input()
+    3 y: f32[3*s0] = aten.exp(x)
+    4 return (y,)
+    """
 RANDOM_NUMBERS = """
     0 s: f32[2] = input(shard="up")
     1 noise: f32[4] = aten.rand([4], device=device("cpu"), pin_memory=False)
@@ -348,6 +355,10 @@ region_1:
    8         return (c, d, e)
 """,
         )
+
+    def test_a_symbol_in_a_size_is_an_input_even_if_nothing_reads_it(self) -> None:
+        plan = plan_of(NOT_A_MULTIPLE)
+        self.assertEqual(plan.steps, (Run(0, ("x", "n"), ("y",), ("x", "n")),))
 
     def test_random_numbers_are_drawn_once(self) -> None:
         got = dump_plan(plan_of(RANDOM_NUMBERS)).partition("region_1")[0]

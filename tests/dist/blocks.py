@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from tests.dist.models import WIDTH
 
@@ -136,6 +137,15 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.norm(self.conv(x.transpose(1, 2))).transpose(1, 2)
+
+
+class FlexAttention(Mixer):
+    """On the CPU torch has no backward for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.heads(x)
+        y = flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score + 0.1 * (i - j))
+        return x + y.transpose(1, 2).flatten(2)
 
 
 class Break(Mixer):
