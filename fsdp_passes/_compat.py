@@ -99,6 +99,13 @@ def _no_decompositions() -> dict[Any, Callable[..., Any]]:
     return {}
 
 
+def compile_lock() -> Any:
+    """Dynamo's, under which forwards compile; a backward compiles later, and other threads may then compile, too."""
+    from torch._dynamo import convert_frame  # torch 2.13
+
+    return convert_frame.compile_lock  # torch 2.13
+
+
 def emulates_eager() -> bool:
     from torch._inductor import config  # torch 2.13
 

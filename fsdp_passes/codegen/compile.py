@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from torch import fx
 
 from fsdp_passes._compat import (
     boxed,
+    compile_lock,
     count,
     emulates_eager,
     inductor_compile,
@@ -40,7 +40,7 @@ def compile_regions(regions: Sequence[fx.GraphModule], codegen: str, direction: 
     """
     if codegen == "fx":
         return [boxed(region) for region in regions]
-    with _CACHE.lock:
+    with compile_lock():
         found = [_CACHE.find_or_compile(region, f"region_{i} of {direction}") for i, region in enumerate(regions)]
         for each in found:
             each.finish()
@@ -83,9 +83,8 @@ class _Compiled:
 
 @dataclass
 class _Cache:
-    """Equal regions may take different facts for granted, hence a list for each key. To be used under its lock."""
+    """Equal regions may take different facts for granted, hence a list for each key. To be used under the lock."""
 
-    lock: threading.RLock = field(default_factory=threading.RLock)
     _by_key: dict[tuple[str, str], list[_Compiled]] = field(default_factory=dict)
 
     def find_or_compile(self, region: fx.GraphModule, name: str) -> _Compiled:

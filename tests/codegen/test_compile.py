@@ -216,7 +216,7 @@ def test_after_an_interrupt_kernels_are_waited_for_again(monkeypatch: pytest.Mon
 
 
 def test_threads_compile_one_after_the_other() -> None:
-    """Each waits for its own kernels."""
+    """Each waits for its own kernels; torch's own backend compiles meanwhile."""
     texts = [BLOCK.replace("aten.relu(y)", f"aten.{name}(y)") for name in ("sin", "cos", "exp")]
     x, w = random_inputs(graph(BLOCK))
     with ThreadPoolExecutor(4) as threads:
