@@ -272,6 +272,8 @@ def _llama_training(codegen: str, emulated: bool) -> tuple[Tensor, dict[str, Ten
             run(input_ids=tokens[0], labels=tokens[0], use_cache=False).loss.backward()
         loss = run(input_ids=tokens[1], labels=tokens[1], use_cache=False).loss
         loss.backward()
+    assert counters["fsdp_opt"]["regions_not_compiled"] == 0  # they would be "fx" themselves
+    assert (counters["fsdp_opt"]["regions"] > 4) == (codegen == "inductor")
     return loss.detach(), {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
