@@ -56,11 +56,14 @@ def readers_of(node: fx.Node) -> set[fx.Node]:
     return {user for alias in aliases for user in alias.users} - set(aliases)
 
 
+def writes(node: fx.Node) -> set[fx.Node]:
+    """Nodes that the operator of `node` writes into."""
+    found: set[fx.Node] = set()
+    if is_operator(node.target):
+        fx.node.map_arg(written_arguments(node.target, node.args, node.kwargs), found.add)
+    return found
+
+
 def written(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that some operator of the graph writes into."""
-    arguments = [
-        written_arguments(node.target, node.args, node.kwargs) for node in graph.nodes if is_operator(node.target)
-    ]
-    found: set[fx.Node] = set()
-    fx.node.map_arg(arguments, found.add)
-    return found
+    return {argument for node in graph.nodes for argument in writes(node)}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from fsdp_passes.ir.alias import readers_of, source
+from fsdp_passes.ir.alias import readers_of, source, writes
 from fsdp_passes.ir.nodes import calls, operand
 from fsdp_passes.ir.ops import ACCUMULATE, GATHER, REDUCE, REDUCE_GRAD, RELEASE, UNSHARD, WAIT
 from fsdp_passes.ir.text import dump, load
@@ -82,11 +82,9 @@ def accumulated_gradients_are_reduced(gm: fx.GraphModule) -> None:
 def gathered_buffers_are_not_written(gm: fx.GraphModule) -> None:
     """Nothing writes into a gathered buffer: it is the parameters."""
     for node in gm.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        for formal, actual in zip(schema.arguments if schema else (), node.args, strict=False):
-            writes = formal.alias_info is not None and formal.alias_info.is_write
-            if writes and isinstance(actual, fx.Node) and source(actual).target in (GATHER, UNSHARD):
-                raise Broken(node, f"{node} writes {actual}, a view of {source(actual)}")
+        for argument in writes(node):
+            if source(argument).target in (GATHER, UNSHARD):
+                raise Broken(node, f"{node} writes {argument}, a view of {source(argument)}")
 
 
 def types_are_what_operators_infer(gm: fx.GraphModule) -> None:
