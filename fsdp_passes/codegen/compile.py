@@ -41,7 +41,9 @@ def compile_regions(regions: Sequence[fx.GraphModule], codegen: str, direction: 
     if codegen == "fx":
         return [boxed(region) for region in regions]
     with compile_lock():
-        found = [_CACHE.find_or_compile(region, f"region_{i} of {direction}") for i, region in enumerate(regions)]
+        state = inductor_state()
+        names = (f"region_{i} of {direction}" for i in range(len(regions)))
+        found = [_CACHE.find_or_compile(region, state, name) for region, name in zip(regions, names, strict=True)]
         for each in found:
             each.finish()
         _CACHE.forget_failures()
@@ -87,12 +89,12 @@ class _Cache:
 
     _by_key: dict[tuple[str, str], list[_Compiled]] = field(default_factory=dict)
 
-    def find_or_compile(self, region: fx.GraphModule, name: str) -> _Compiled:
+    def find_or_compile(self, region: fx.GraphModule, state: str, name: str) -> _Compiled:
         count("regions")
         gm = canonical(region)
         _prepare(gm.graph)
         key, inputs = region_key(gm), [node.meta.get("val") for node in region.graph.find_nodes(op="placeholder")]
-        known = [] if key is None else self._by_key.setdefault((key, inductor_state()), [])
+        known = [] if key is None else self._by_key.setdefault((key, state), [])
         for each in known:
             if size_facts_hold(each.facts, inputs):
                 return each
