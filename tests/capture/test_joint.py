@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import expecttest
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
@@ -47,8 +48,18 @@ class Counter(nn.Module):
         return self.linear(x) * (2 * self.calls.view(1, 1)).cos()
 
 
-def test_backward_sees_a_written_buffer_as_forward_did() -> None:
-    model = Counter()
+class ReadFirst(Counter):
+    """`calls` is read through a view, then written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = (2 * (self.calls.view(1, 1) + 1)).cos()
+        self.calls += 1
+        return self.linear(x) * scale
+
+
+@pytest.mark.parametrize("make", [Counter, ReadFirst])
+def test_backward_sees_a_written_buffer_as_forward_did(make: type[Counter]) -> None:
+    model = make()
     run, *_ = captured(model, torch.ones(2, 4))
     first = model.linear.bias.grad
     assert first is not None
