@@ -19,13 +19,10 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import torch.distributed as dist
 import train
-from parallel import prepare
 from rich.console import Console
 from rich.table import Table
 from torch._dynamo.utils import counters
-from torch.optim import AdamW
 
 from fsdp_passes import backend
 
@@ -78,19 +75,14 @@ def measure(train_flags: list[str]) -> Result:
     """CPU seconds by phase of a first step in this process, and how many regions there were."""
     flags = train.parse_flags(train_flags)
     with train.process_group("cpu") as device:
-        model = train.build_model(flags)
-        trainee = prepare(model, flags.backend, train.setup_of(flags, device))
-        optimizer = AdamW(trainee.model.parameters(), lr=flags.lr)
-        batches = train.token_batches(
-            train.read_corpus(), batch=flags.batch, seq=flags.seq, seed=flags.seed, rank=dist.get_rank()
-        )
+        step, _ = train.build_step(flags, device)
         clock = PhaseClock()
         for name, phase in WRAPPED.items():
             mock.patch.object(backend, name, clock.timed(phase, getattr(backend, name))).start()
-        train.run_step(trainee, optimizer, batches, flags.microbatches)
+        step()
         clock.switch("Dynamo")
         spent = dict(clock.spent)
-        train.run_step(trainee, optimizer, batches, flags.microbatches)
+        step()
         clock.switch("Dynamo")
         spent["Dynamo"] -= clock.spent["Dynamo"] - spent["Dynamo"]  # running the step is no phase
     return {"spent": spent, "from_disk": counters["inductor"]["fxgraph_cache_hit"], **counters["fsdp_opt"]}

@@ -112,11 +112,6 @@ def build_model(flags: argparse.Namespace) -> LlamaForCausalLM:
     return model
 
 
-def setup_of(flags: argparse.Namespace, device: torch.device) -> Setup:
-    """What the flags say about sharding and compiling."""
-    return Setup(device, flags.dtype == "bf16", (LlamaDecoderLayer,), flags.options, flags.by_block)
-
-
 @contextlib.contextmanager
 def process_group(device_flag: str) -> Iterator[torch.device]:
     """Join torchrun's ranks, or make a group of one; gives this rank's device."""
@@ -168,15 +163,21 @@ def measure_step(step: Callable[[], Tensor], device: torch.device, meter: Meter)
     return StepRecord(loss.item() / dist.get_world_size(), seconds, cpu_seconds, peak, rest)
 
 
-def train(flags: argparse.Namespace, device: torch.device) -> tuple[list[StepRecord], int]:
-    """Train as the flags say; the records of all steps, and the model's number of parameters."""
+def build_step(flags: argparse.Namespace, device: torch.device) -> tuple[Callable[[], Tensor], int]:
+    """The model and its data as the flags say: one optimizer step as a function, and the number of parameters."""
     model = build_model(flags).to(device)
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    trainee = prepare(model, flags.backend, setup_of(flags, device))
+    setup = Setup(device, flags.dtype == "bf16", (LlamaDecoderLayer,), flags.options, flags.by_block)
+    trainee = prepare(model, flags.backend, setup)
     optimizer = torch.optim.AdamW(trainee.model.parameters(), lr=flags.lr)
     batches = token_batches(read_corpus(), batch=flags.batch, seq=flags.seq, seed=flags.seed, rank=dist.get_rank())
     on_device = (tokens.to(device) for tokens in batches)
-    step = functools.partial(run_step, trainee, optimizer, on_device, flags.microbatches)
+    return functools.partial(run_step, trainee, optimizer, on_device, flags.microbatches), num_params
+
+
+def train(flags: argparse.Namespace, device: torch.device) -> tuple[list[StepRecord], int]:
+    """Train as the flags say; the records of all steps, and the model's number of parameters."""
+    step, num_params = build_step(flags, device)
     meter = open_meter(device)
     records: list[StepRecord] = []
     with step_display(flags.backend, flags.steps, enabled=dist.get_rank() == 0) as show:
