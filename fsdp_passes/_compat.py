@@ -81,7 +81,8 @@ def aot_compile(gm: Any, example_inputs: Any, **compilers: Any) -> Callable[...,
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     """What a graph is decomposed into before Inductor; nothing while it emulates eager's roundings.
 
-    aten.zeros stays whole: it tells a gradient that autograd made up from one that is zero.
+    aten.zeros stays whole: it tells a gradient that autograd made up from one that is zero. So does aten.cat, whose
+    decomposition drops empty pieces.
     """
     import torch._inductor.lowering  # torch 2.13: registers decompositions of its own
     from torch._inductor import config  # torch 2.13
@@ -91,7 +92,8 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
         return {}
     with config.patch(fallback_random=True):
         table = dict(select_decomp_table())
-    table.pop(torch.ops.aten.zeros.default, None)
+    for kept in (torch.ops.aten.zeros.default, torch.ops.aten.cat.default):
+        table.pop(kept, None)
     return table
 
 

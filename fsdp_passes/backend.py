@@ -17,7 +17,6 @@ from fsdp_passes._compat import (
     aot_compile,
     compiled_autograd_is_on,
     donate_no_saved_tensors,
-    emulate_eager,
     emulates_eager,
     inductor_decompositions,
     warn_once,
@@ -25,13 +24,14 @@ from fsdp_passes._compat import (
 from fsdp_passes.capture.joint import partition
 from fsdp_passes.capture.reads import merge_reads
 from fsdp_passes.capture.shards import find_shards, label_shards
-from fsdp_passes.codegen.compile import compile_regions
 from fsdp_passes.codegen.regions import cut
+from fsdp_passes.codegen.variants import Regions
 from fsdp_passes.inspect.dump import DumpFolder
+from fsdp_passes.inspect.explain import report
 from fsdp_passes.ir.ops import ShardInput
 from fsdp_passes.ir.passes import run_passes
 from fsdp_passes.options import Options
-from fsdp_passes.passes.pipeline import PASSES
+from fsdp_passes.passes.pipeline import passes_of
 from fsdp_passes.runtime.executor import Executor
 
 log = logging.getLogger(__name__)
@@ -81,8 +81,8 @@ def _compile_graph(
         donate_no_saved_tensors()
     dumps = folder.stages_of(direction)
     label_shards(graph.graph, shards)
-    run_passes(graph, PASSES[direction], options.verify, dumps.write_graph)
+    declined = run_passes(graph, passes_of(direction, options), options.verify, dumps.write_graph)
     plan = cut(graph, direction, trains)
     dumps.write_plan(plan)
-    with emulate_eager(emulated):  # as when the graph was captured: a backward is compiled later
-        return Executor(plan, compile_regions(plan.regions, options.codegen, direction))
+    regions = Regions(plan.regions, options.codegen, direction, emulated)
+    return Executor(plan, regions, options.accumulate_bytes, report(graph.graph, plan, declined))

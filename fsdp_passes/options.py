@@ -10,25 +10,37 @@ from typing import Any
 
 DUMP_VARIABLE = "FSDP_PASSES_DUMP"
 
-_CHOICES: dict[str, tuple[object, ...]] = {"grad_path": ("cat",), "codegen": ("inductor", "fx"), "verify": (0, 1, 2)}
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "grad_path": ("views", "cat_last", "cat"),
+    "wgrad": ("round", "fp32"),
+    "codegen": ("inductor", "fx"),
+    "verify": (0, 1, 2),
+}
 
 
 @dataclass(frozen=True)
 class Options:
-    """grad_path: "cat" concatenates each unit's gradients and adds the result into the flat buffer.
+    """grad_path: "views" writes each gradient into its slice of a flat buffer; "cat_last" into a tensor of its own, and
+        concatenates when it reduces; "cat", the reference, concatenates in every backward.
+    accumulate_bytes: what a rank may hold of unreduced gradients between microbatches, in bytes; None: no limit.
+        Units beyond it reduce in every backward, under no_sync() too.
+    wgrad: "round" rounds a weight's gradient to the compute dtype before it is added up; "fp32" adds products up in
+        fp32, unrounded.
     codegen: "inductor" compiles what lies between two communications; "fx" runs the captured operators one by one.
     verify: 0 no rules, 1 the cheap ones, 2 also re-infers every type.
     dump_dir: where graphs and plans are written; default: the environment variable FSDP_PASSES_DUMP.
     """
 
-    grad_path: str = "cat"
+    grad_path: str = "views"
+    accumulate_bytes: int | None = None
+    wgrad: str = "round"
     codegen: str = "inductor"
     verify: int = 1
     dump_dir: Path | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
-        """ValueError for an unknown name, which lists the known ones, or a value that is not a choice."""
+        """ValueError for an unknown name, which lists the known ones, or a value that is no choice or no limit."""
         if given is not None and not isinstance(given, Mapping):
             raise ValueError(f"options: expected a dict or None, got {given!r}")
         given = dict(given or {})
@@ -39,6 +51,11 @@ class Options:
             choices = _CHOICES.get(name)
             if choices is not None and (type(value), value) not in [(type(c), c) for c in choices]:
                 raise ValueError(f"options[{name!r}]: expected one of {choices}, got {value!r}")
+        limit = given.get("accumulate_bytes")
+        if limit is not None and (type(limit) is not int or limit < 0):
+            raise ValueError(f"options['accumulate_bytes']: expected None or a number of bytes, got {limit!r}")
+        if given.get("wgrad") == "fp32" and given.get("grad_path") == "cat":
+            raise ValueError("options['wgrad']: expected 'round' with grad_path='cat', which has no slices, got 'fp32'")
         dump_dir = given.pop("dump_dir", None)
         if dump_dir is not None and not isinstance(dump_dir, str | os.PathLike):
             raise ValueError(f"options['dump_dir']: expected a path or None, got {dump_dir!r}")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fsdp_passes.codegen.compile import compile_regions
 from fsdp_passes.codegen.regions import cut
+from fsdp_passes.codegen.variants import Regions
 from fsdp_passes.ir.ops import owner_of, set_owner
 from fsdp_passes.ir.text import dump, load
 from fsdp_passes.runtime.executor import Executor
+from fsdp_passes.sharding.grad_buffer import GradSlot
 
 WORLD_SIZE = 2
 
@@ -24,7 +26,10 @@ class SimulatedGroup:
 
     def __init__(self, shard: Tensor) -> None:
         self._shard = shard
+        self.model = SimulatedModel()
         self.forwards = 0
+        self.grads: dict[int, Tensor] = {}
+        self.written: set[int] = set()
         self.full_grad: Tensor | None = None
         self.pieces: list[tuple[int, ...] | None] = []
         self.reductions = 0
@@ -43,6 +48,14 @@ class SimulatedGroup:
     def wants_gradient(self) -> bool:
         return True
 
+    def grad_slot(self, piece: int, shape: tuple[int, ...], dtype: torch.dtype, separate: bool) -> GradSlot:
+        """Memory that holds NaN until it is written."""
+        flat = self.grads.setdefault(piece, torch.full((math.prod(shape),), torch.nan, dtype=dtype))
+        return GradSlot(flat.view(shape), self, piece)  # type: ignore[arg-type]  # all that it needs is `written`
+
+    def has_gradient(self, piece: int) -> bool:
+        return piece in self.written
+
     def accumulate(self, full_grad: Tensor, pieces: tuple[int, ...] | None) -> None:
         assert self.reductions == 0, "a gradient came after the reduction"
         self.full_grad = full_grad.clone() if self.full_grad is None else self.full_grad + full_grad
@@ -58,6 +71,15 @@ class SimulatedGroup:
     def reduced(self) -> Tensor | None:
         """What the reduction gives this rank; None without one."""
         return self.reduce(self.full_grad) if self.reductions and self.full_grad is not None else None
+
+
+class SimulatedModel:
+    def __init__(self) -> None:
+        self.graphs: dict[object, None] = {}
+        self.accumulate_bytes: int | None = None
+
+    def limit_accumulation(self, accumulate_bytes: int | None) -> None:
+        self.accumulate_bytes = accumulate_bytes
 
 
 class SimulatedWork:
@@ -96,7 +118,7 @@ def random_inputs(gm: fx.GraphModule) -> list[Any]:
 def run_scheduled(gm: fx.GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
     """What the executor makes of `gm`, a scheduled graph."""
     plan = cut(gm, "bwd", trains=False)
-    return Executor(plan, compile_regions(plan.regions, "fx", "bwd"))(list(inputs))
+    return Executor(plan, Regions(plan.regions, "fx", "bwd"))(list(inputs))
 
 
 def group_of(shard: Tensor) -> SimulatedGroup:

@@ -27,7 +27,8 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path
 MAY_IMPORT = {
     "ir": {"_compat", "ir"},
     "capture": {"_compat", "ir", "capture"},
-    "passes": {"_compat", "ir", "passes", "schedule.order"},
+    "passes": {"_compat", "ir", "passes"},
+    "passes.pipeline": {"ir", "options", "passes", "schedule.order"},
     "schedule": {"_compat", "ir", "schedule"},
     "codegen": {"_compat", "ir", "codegen", "schedule.plan"},
     "runtime": {"_compat", "ir.ops", "runtime", "schedule.plan", "sharding"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,17 +32,16 @@ log = logging.getLogger(__name__)
 Region = Callable[[list[Any]], Sequence[Any]]
 
 
-def compile_regions(regions: Sequence[fx.GraphModule], codegen: str, direction: str) -> list[Region]:
+def compile_regions(regions: Sequence[fx.GraphModule], codegen: str, names: Iterable[str]) -> list[Region]:
     """`codegen="fx"`: a region's operators, called one by one in the order of the graph.
 
     "inductor": code that Inductor generates, once for all equal regions of a process. A region that it cannot compile
-    runs as under "fx", which the log says, once. `direction`: "fwd" or "bwd".
+    runs as under "fx", which the log says, once, with the region's name among `names`.
     """
     if codegen == "fx":
         return [boxed(region) for region in regions]
     with compile_lock():
         state = inductor_state()
-        names = (f"region_{i} of {direction}" for i in range(len(regions)))
         found = [_CACHE.find_or_compile(region, state, name) for region, name in zip(regions, names, strict=True)]
         for each in found:
             each.finish()

@@ -18,10 +18,11 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from fsdp_passes._compat import graph_module
 from fsdp_passes.ir.alias import is_view, source, written
 from fsdp_passes.ir.nodes import is_constant, is_repeatable, operand, operands, results
-from fsdp_passes.ir.ops import ACCUMULATE, COMMUNICATION, GATHER, REDUCE, RELEASE, WAIT
+from fsdp_passes.ir.ops import ACCUMULATE, COMMUNICATION, GATHER, GRAD_SLICE, REDUCE, RELEASE, WAIT
 from fsdp_passes.schedule.plan import (
     Accumulate,
     Gather,
+    GradSlice,
     Plan,
     Reduce,
     Release,
@@ -52,10 +53,12 @@ def cut(gm: fx.GraphModule, direction: str, trains: bool) -> Plan:
         taken += _missing_symbols(taken, part, symbols)
         region, run = _region(gm, part, taken, len(regions))
         regions.append(region)
+        steps += [_grad_slice(node) for node in taken if node.target is GRAD_SLICE]
         steps.append(run)
     buffers = {step.buffer for step in steps if isinstance(step, Gather)}
-    shards = {step.shard for step in steps if isinstance(step, Gather | Accumulate | Reduce)}
-    done = with_drops(steps, outputs, buffers | shards)
+    slices = {step.name for step in steps if isinstance(step, GradSlice)}
+    shards = {step.shard for step in steps if isinstance(step, Gather | GradSlice | Accumulate | Reduce)}
+    done = with_drops(steps, outputs, buffers | slices | shards)
     used = {name for step in done for name in reads(step)} | {name for name in outputs if isinstance(name, str)}
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     inputs = tuple(name if name in used else None for name in names)
@@ -93,7 +96,7 @@ def _parts(graph: fx.Graph, repeated: set[fx.Node]) -> list[fx.Node | list[fx.No
     parts: list[Any] = [[]]
     home: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "output") or node in repeated:
+        if node.op in ("placeholder", "output") or node.target is GRAD_SLICE or node in repeated:
             continue
         if node.target in COMMUNICATION:
             parts += [node, []]
@@ -117,6 +120,13 @@ def _communication(node: fx.Node) -> Step:
         return Accumulate(names[0], names[1], None if node.args[2] is None else tuple(operands(node, 2)))
     assert node.target is REDUCE, node.target
     return Reduce(names[0])
+
+
+def _grad_slice(node: fx.Node) -> GradSlice:
+    value = node.meta["val"]
+    piece, separate = node.args[1], node.kwargs.get("separate", False)
+    assert isinstance(piece, int) and isinstance(separate, bool)
+    return GradSlice(node.name, operand(node).name, piece, tuple(value.shape), value.dtype, separate)
 
 
 def _region(

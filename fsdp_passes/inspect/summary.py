@@ -11,13 +11,16 @@ from fsdp_passes._compat import dtype_names
 from fsdp_passes.sharding.group import FlatGroup
 from fsdp_passes.sharding.state import sharded_state
 
-_HEAD = ("unit", "group", "parameters", "elements", "padding", "gathered", "shard", "after forward")
+_HEAD = ("unit", "group", "parameters", "elements", "padding", "gathered", "shard", "after forward", "accumulated")
 _DOMINANT_SHARE = 0.5  # above it, most of the communication is one gather, which nothing can hide
 
 
 @dataclass(frozen=True)
 class GroupRow:
-    """One flat group. `gathered_bytes`: its full buffer; `shard_bytes`: what a rank keeps of its parameters."""
+    """One flat group. `gathered_bytes`: its full buffer; `shard_bytes`: what a rank keeps of its parameters.
+
+    `accumulated_bytes`: what a rank holds of its unreduced gradients between the microbatches of a window.
+    """
 
     unit: str
     dtype: torch.dtype
@@ -29,14 +32,21 @@ class GroupRow:
     gathered_bytes: int
     shard_bytes: int
     reshards: bool
+    accumulated_bytes: int
 
 
 @dataclass(frozen=True)
 class Summary:
-    """`str()` of it is the table."""
+    """`str()` of it is the table. `undeferred_units` reduce their gradients in every backward, under no_sync() too."""
 
     world_size: int
     groups: tuple[GroupRow, ...]
+    undeferred_units: tuple[str, ...]
+
+    @property
+    def accumulated_bytes(self) -> int:
+        """What deferring the reductions of a window costs a rank."""
+        return sum(row.accumulated_bytes for row in self.groups)
 
     @property
     def dominant_unit(self) -> str | None:
@@ -56,6 +66,9 @@ class Summary:
         ]
         num_units = len({row.unit for row in self.groups})
         lines.append(f"{num_units} units, {len(self.groups)} flat groups, {self.world_size} ranks")
+        lines.append(f"{self.accumulated_bytes:,} B of unreduced gradients between microbatches")
+        if self.undeferred_units:
+            lines.append(f"reduced in every backward: {', '.join(self.undeferred_units)}")
         if self.dominant_unit is not None:
             lines.append(
                 f"unit {self.dominant_unit!r} holds most of the model: its gather has no computation to overlap "
@@ -65,12 +78,17 @@ class Summary:
 
 
 def summary(model: nn.Module) -> Summary:
-    """The units of a sharded model, their sizes in elements and bytes; the same on every rank."""
-    groups = sharded_state(model).groups
-    return Summary(groups[0].layout.world_size, tuple(_row(group) for group in groups))
+    """The units of a sharded model, their sizes in elements and bytes; the same on every rank.
+
+    Which units reduce in every backward is an option of the backend, `accumulate_bytes`: known after the first forward.
+    """
+    state = sharded_state(model)
+    undeferred = tuple(unit for unit in state.full_grad_bytes() if not state.defers(unit))
+    rows = tuple(_row(group, state.defers(group.unit)) for group in state.groups)
+    return Summary(state.groups[0].layout.world_size, rows, undeferred)
 
 
-def _row(group: FlatGroup) -> GroupRow:
+def _row(group: FlatGroup, defers: bool) -> GroupRow:
     layout = group.layout
     return GroupRow(
         unit=group.unit,
@@ -83,6 +101,7 @@ def _row(group: FlatGroup) -> GroupRow:
         gathered_bytes=layout.full_elems * group.compute_dtype.itemsize,
         shard_bytes=layout.shard_elems * group.shard.dtype.itemsize,
         reshards=group.reshard,
+        accumulated_bytes=group.full_grad_bytes if defers else 0,
     )
 
 
@@ -98,4 +117,5 @@ def _cells(row: GroupRow) -> tuple[str, ...]:
         f"{row.gathered_bytes:,} B",
         f"{row.shard_bytes:,} B",
         "reshard" if row.reshards else "keep",
+        f"{row.accumulated_bytes:,} B",
     )

@@ -53,6 +53,31 @@ def is_constant(node: fx.Node) -> bool:
     return node.op == "get_attr" or isinstance(node.meta.get("val"), torch.SymInt | int)
 
 
+_ZEROS = (torch.ops.aten.zeros.default, torch.ops.aten.new_zeros.default)
+
+
+def is_fresh_zeros(node: fx.Node) -> bool:
+    """What autograd makes up for a gradient that it does not have."""
+    return node.target in _ZEROS
+
+
+def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call of the operator `target`, where the graph inserts, with the type that it infers from its arguments."""
+    node = graph.create_node("call_function", target, args, kwargs, name=str(target).split(".")[1])
+    values, options = fx.node.map_arg((args, kwargs), lambda argument: argument.meta["val"])
+    node.meta["val"] = target(*values, **options)
+    return node
+
+
+def erase_unused(node: fx.Node) -> None:
+    """Erase `node`, which nobody reads, and what was computed for it alone by operators that can be repeated."""
+    operands = node.all_input_nodes
+    node.graph.erase_node(node)
+    for argument in operands:
+        if not argument.users and is_repeatable(argument):
+            erase_unused(argument)
+
+
 def is_pure(node: fx.Node) -> bool:
     """An operator that writes nothing and, if its tags are true, draws no random numbers; or an item of a tuple."""
     if node.target is operator.getitem:

@@ -2,13 +2,18 @@
 
 Captured graphs contain two of them, both plain functions of tensors:
 
-    full = unshard(shard, world_size, dtype, reshard=True)     1-D piece of each rank -> the whole flat group
-    grad = reduce_grad(full_grad, shard, world_size)           gradient of the whole -> mean gradient of the piece
+    full = unshard(shard, world_size, dtype, reshard=True, reduce_dtype=None)   1-D piece of each rank -> flat group
+    grad = reduce_grad(full_grad, shard, world_size, reduce_dtype=None)         its gradient -> the piece's mean
 
-No unit name, rank or process group is an argument, so that equal blocks give equal graphs on every rank:
-kernels find the owner of a shard (its flat group) through the shard's storage.
+`reduce_dtype` is that of the sum of gradients; None: the shard's. No unit name, rank or process group is an argument,
+so that equal blocks give equal graphs on every rank: kernels find the owner of a shard (its flat group) through the
+shard's storage.
 
-Scheduled graphs contain the others. They are never called: the plan says what each one does.
+Passes add the others. The plan says what each one does; but two are computation, with a parameter's slice of the sum
+of gradients, grad_slice(shard, piece, shape, dtype):
+
+    grad_write(slice, grad)     slice = grad, or slice += grad where the sum has a gradient already
+    grad_mm(slice, a, b)        the same with a @ b, added up in the dtype of the slice
 """
 
 from __future__ import annotations
@@ -75,13 +80,21 @@ def owner_of(shard: Tensor) -> ShardOwner:
 
 
 _library = torch.library.Library(NAMESPACE, "DEF")
-_library.define("unshard(Tensor shard, int world_size, ScalarType dtype, *, bool reshard=True) -> Tensor")
-_library.define("reduce_grad(Tensor full_grad, Tensor shard, int world_size) -> Tensor")
+_library.define(
+    "unshard(Tensor shard, int world_size, ScalarType dtype, *, bool reshard=True, "
+    "ScalarType? reduce_dtype=None) -> Tensor"
+)
+_library.define(
+    "reduce_grad(Tensor full_grad, Tensor shard, int world_size, *, ScalarType? reduce_dtype=None) -> Tensor"
+)
 _library.define("gather(Tensor shard, int world_size, ScalarType dtype) -> Tensor")
 _library.define("wait(Tensor(a) buffer) -> Tensor(a)")
 _library.define("release(Tensor buffer) -> ()")
 _library.define("accumulate(Tensor full_grad, Tensor shard, int[]? pieces) -> ()")
 _library.define("reduce(Tensor shard) -> ()")
+_library.define("grad_slice(Tensor shard, int piece, int[] shape, ScalarType dtype, *, bool separate=False) -> Tensor")
+_library.define("grad_write(Tensor(a!) slice, Tensor grad) -> ()")
+_library.define("grad_mm(Tensor(a!) slice, Tensor a, Tensor b, *, bool first=False) -> ()")
 
 UNSHARD = torch.ops.fsdp_opt.unshard.default
 REDUCE_GRAD = torch.ops.fsdp_opt.reduce_grad.default
@@ -90,28 +103,51 @@ WAIT = torch.ops.fsdp_opt.wait.default
 RELEASE = torch.ops.fsdp_opt.release.default
 ACCUMULATE = torch.ops.fsdp_opt.accumulate.default
 REDUCE = torch.ops.fsdp_opt.reduce.default
+GRAD_SLICE = torch.ops.fsdp_opt.grad_slice.default
+GRAD_WRITE = torch.ops.fsdp_opt.grad_write.default
+GRAD_MM = torch.ops.fsdp_opt.grad_mm.default
+
+GRADIENT_WRITES = frozenset({GRAD_WRITE, GRAD_MM})
 
 LANES: dict[Any, str] = {GATHER: "issue", REDUCE: "issue", WAIT: "wait", RELEASE: "release"}
 COMMUNICATION = frozenset({GATHER, WAIT, RELEASE, ACCUMULATE, REDUCE})
 
 
 @torch.library.impl(_library, "unshard", "CompositeExplicitAutograd")
-def _unshard(shard: Tensor, world_size: int, dtype: torch.dtype, *, reshard: bool = True) -> Tensor:
+def _unshard(
+    shard: Tensor,
+    world_size: int,
+    dtype: torch.dtype,
+    *,
+    reshard: bool = True,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
     return owner_of(shard).gather(dtype)
 
 
 @torch.library.impl(_library, "reduce_grad", "CompositeExplicitAutograd")
-def _reduce_grad(full_grad: Tensor, shard: Tensor, world_size: int) -> Tensor:
+def _reduce_grad(
+    full_grad: Tensor, shard: Tensor, world_size: int, *, reduce_dtype: torch.dtype | None = None
+) -> Tensor:
     return owner_of(shard).reduce(full_grad)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::unshard", lib=_library)
-def _fake_unshard(shard: Tensor, world_size: int, dtype: torch.dtype, *, reshard: bool = True) -> Tensor:
+def _fake_unshard(
+    shard: Tensor,
+    world_size: int,
+    dtype: torch.dtype,
+    *,
+    reshard: bool = True,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
     return shard.new_empty(shard.numel() * world_size, dtype=dtype)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::reduce_grad", lib=_library)
-def _fake_reduce_grad(full_grad: Tensor, shard: Tensor, world_size: int) -> Tensor:
+def _fake_reduce_grad(
+    full_grad: Tensor, shard: Tensor, world_size: int, *, reduce_dtype: torch.dtype | None = None
+) -> Tensor:
     return torch.empty_like(shard)
 
 
@@ -140,16 +176,45 @@ def _fake_reduce(shard: Tensor) -> None:
     return None
 
 
+@torch.library.register_fake(f"{NAMESPACE}::grad_slice", lib=_library)
+def _fake_grad_slice(
+    shard: Tensor, piece: int, shape: Sequence[int], dtype: torch.dtype, *, separate: bool = False
+) -> Tensor:
+    return shard.new_empty(shape, dtype=dtype)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::grad_write", lib=_library)
+def _fake_grad_write(slice: Tensor, grad: Tensor) -> None:
+    torch._check(slice.shape == grad.shape, lambda: f"expected a gradient of {slice.shape}, got {grad.shape}")
+
+
+@torch.library.register_fake(f"{NAMESPACE}::grad_mm", lib=_library)
+def _fake_grad_mm(slice: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
+    shape = (a.shape[0], b.shape[1])
+    torch._check(slice.shape == shape, lambda: f"expected a product of {slice.shape}, got {shape}")
+
+
+@torch.library.impl(_library, "grad_mm", "CompositeExplicitAutograd")
+def _grad_mm(slice: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
+    """CUDA's products take bf16 and add up in fp32; the CPU's need fp32 operands."""
+    beta = 0 if first else 1
+    if slice.is_cuda and a.dtype != slice.dtype:
+        torch.ops.aten.addmm.dtype_out(slice, a, b, slice.dtype, beta=beta, out=slice)
+    else:
+        torch.addmm(slice, a.to(slice.dtype), b.to(slice.dtype), beta=beta, out=slice)
+
+
 def _keep_for_backward(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Tensor) -> None:
     # Not save_for_backward: a leaf needs no hooks, and in a checkpoint the first read in a forward would save one
     # tensor more than its recomputation, which finds the unit gathered (or the other way round).
     ctx.shard, ctx.world_size, _ = inputs
+    ctx.reduce_dtype = keyword_only_inputs["reduce_dtype"]
 
 
 def _unshard_backward(ctx: Any, full_grad: Tensor) -> tuple[Tensor | None, None, None]:
     """Traced: one `reduce_grad` in the graph. Eager: the owner accumulates and nothing flows to the leaf."""
     if type(full_grad) is not Tensor:
-        return REDUCE_GRAD(full_grad, ctx.shard, ctx.world_size), None, None
+        return REDUCE_GRAD(full_grad, ctx.shard, ctx.world_size, reduce_dtype=ctx.reduce_dtype), None, None
     owner_of(ctx.shard).accumulate(full_grad)
     return None, None, None
 

@@ -9,7 +9,17 @@ from torch import fx
 
 from fsdp_passes.ir.alias import readers_of, source, writes
 from fsdp_passes.ir.nodes import calls, operand
-from fsdp_passes.ir.ops import ACCUMULATE, GATHER, REDUCE, REDUCE_GRAD, RELEASE, UNSHARD, WAIT
+from fsdp_passes.ir.ops import (
+    ACCUMULATE,
+    GATHER,
+    GRAD_SLICE,
+    GRADIENT_WRITES,
+    REDUCE,
+    REDUCE_GRAD,
+    RELEASE,
+    UNSHARD,
+    WAIT,
+)
 from fsdp_passes.ir.text import dump, load
 
 
@@ -21,7 +31,7 @@ class Broken(Exception):
         self.node = node
 
 
-_SHARD_ARGUMENT = {UNSHARD: 0, GATHER: 0, REDUCE: 0, REDUCE_GRAD: 1, ACCUMULATE: 1}
+_SHARD_ARGUMENT = {UNSHARD: 0, GATHER: 0, GRAD_SLICE: 0, REDUCE: 0, REDUCE_GRAD: 1, ACCUMULATE: 1}
 
 
 def names_are_defined_before_use(gm: fx.GraphModule) -> None:
@@ -67,16 +77,36 @@ def buffers_are_released_once(gm: fx.GraphModule) -> None:
                 raise Broken(reader, f"{reader} reads {wait} after {releases[0]}")
 
 
-def accumulated_gradients_are_reduced(gm: fx.GraphModule) -> None:
-    """The reduction of a shard is issued once, after the last gradient was accumulated for it."""
+def gradients_are_reduced(gm: fx.GraphModule) -> None:
+    """The reduction of a shard is issued once, after its last gradient was written or accumulated."""
     reduced: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
         if node.target is REDUCE:
             if operand(node) in reduced:
                 raise Broken(node, f"{node} reduces {operand(node)} a second time")
             reduced.add(operand(node))
-        if node.target is ACCUMULATE and operand(node, 1) not in reduced:
-            raise Broken(node, f"{node} accumulates for {operand(node, 1)}, which no later node reduces")
+        shard = _shard_of_gradient(node)
+        if shard is not None and shard not in reduced:
+            raise Broken(node, f"{node} is a gradient of {shard}, which no later node reduces")
+
+
+def _shard_of_gradient(node: fx.Node) -> fx.Node | None:
+    if node.target is ACCUMULATE:
+        return operand(node, 1)
+    return operand(operand(node)) if node.target in GRADIENT_WRITES else None
+
+
+def gradients_are_written_once(gm: fx.GraphModule) -> None:
+    """A slice of the sum of gradients is taken once for each piece of a shard, and used by one write, as its place."""
+    taken: set[object] = set()
+    for slice_ in calls(gm.graph, GRAD_SLICE):
+        shard, piece = slice_.args[:2]
+        if (shard, piece) in taken:
+            raise Broken(slice_, f"{slice_} is piece {piece} of {shard} a second time")
+        taken.add((shard, piece))
+        uses = [user for user in slice_.users for use in user.args if use is slice_]
+        if [use.target in GRADIENT_WRITES for use in uses] != [True]:
+            raise Broken(slice_, f"{slice_} is used by {', '.join(map(str, uses)) or 'nobody'}, expected one write")
 
 
 def gathered_buffers_are_not_written(gm: fx.GraphModule) -> None:
@@ -103,7 +133,8 @@ CHEAP: tuple[Rule, ...] = (
     shards_are_inputs,
     gathers_are_waited_once,
     buffers_are_released_once,
-    accumulated_gradients_are_reduced,
+    gradients_are_reduced,
+    gradients_are_written_once,
     gathered_buffers_are_not_written,
 )
 THOROUGH: tuple[Rule, ...] = (types_are_what_operators_infer,)

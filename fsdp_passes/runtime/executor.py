@@ -1,30 +1,48 @@
 """Running a plan: one branch a kind of step.
 
-Decided here is only when a `reduce` communicates: at once if the backward synchronises and no other forward of the
-group awaits its backward; when the whole backward ends if one does; not at all under no_sync. A backward that was asked
-for other gradients only (torch.autograd.grad of an input) accumulates and reduces nothing.
+Decided here is only what depends on the state of the gradients: whether a write copies or adds, and when a `reduce`
+communicates: at once if the backward synchronises and no other forward of the group awaits its backward; when the whole
+backward ends if one does; not at all under no_sync, unless the group's unit is not to accumulate. A backward that was
+asked for other gradients only (torch.autograd.grad of an input) accumulates and reduces nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_passes._compat import profiler_span
 from fsdp_passes.ir.ops import owner_of
-from fsdp_passes.schedule.plan import Accumulate, Gather, Plan, Reduce, Release, Run, Wait
+from fsdp_passes.schedule.plan import Accumulate, Gather, GradSlice, Plan, Reduce, Release, Run, Wait
+from fsdp_passes.sharding.grad_buffer import GradSlot, prepare
 from fsdp_passes.sharding.group import FlatGroup
 
 
-class Executor:
-    """`plan` as a function of one list of arguments, which it empties."""
+class Regions(Protocol):
+    """As in codegen.variants."""
 
-    def __init__(self, plan: Plan, regions: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> None:
+    @property
+    def complete(self) -> bool: ...
+
+    def compile(self, first: Mapping[int, bool]) -> None: ...
+
+    def __call__(self, number: int, first: bool, inputs: list[Any], /) -> Sequence[Any]: ...
+
+
+class Executor:
+    """`plan` as a function of one list of arguments, which it empties.
+
+    report: what the models whose shards it uses keep of it, for `explain`.
+    """
+
+    def __init__(
+        self, plan: Plan, regions: Regions, accumulate_bytes: int | None = None, report: object | None = None
+    ) -> None:
         self.plan = plan
-        self._regions = regions
+        self._regions, self._accumulate_bytes, self._report = regions, accumulate_bytes, report
         # AOTAutograd then hands over the list itself. On the instance: wrappers copy only its __dict__.
         self._boxed_call = True
 
@@ -32,8 +50,8 @@ class Executor:
         values = {name: value for name, value in zip(self.plan.inputs, arguments, strict=True) if name}
         arguments.clear()
         works: dict[str, dist.Work] = {}
-        if self.plan.trains:
-            _announce_backward(self.plan, values)
+        slots: dict[str, GradSlot] = {}
+        self._announce(values)
         for step in self.plan.steps:
             match step:
                 case Gather():
@@ -42,20 +60,49 @@ class Executor:
                 case Wait():
                     works.pop(step.buffer).wait()
                 case Run():
-                    self._run(step, values)
+                    self._run(step, values, slots)
                 case Release():
                     del values[step.buffer]
+                case GradSlice():
+                    group = _group(values[step.shard])
+                    slots[step.name] = group.grad_slot(step.piece, step.shape, step.dtype, step.separate)
                 case Accumulate():
                     _accumulate(step, values)
                 case Reduce():
                     _reduce(step, values)
         return tuple(values[out] if isinstance(out, str) else out for out in self.plan.outputs)
 
-    def _run(self, step: Run, values: dict[str, Any]) -> None:
-        taken = [values.pop(name) if name in step.drops else values[name] for name in step.inputs]
+    def _announce(self, values: dict[str, Any]) -> None:
+        """Tell the models what is about to run, and have the regions ready."""
+        for shard in self.plan.shards:
+            group = _group(values[shard])
+            group.model.graphs[self._report] = None
+            if self.plan.trains:
+                group.model.limit_accumulation(self._accumulate_bytes)
+                group.expect_backward()
+        if not self._regions.complete:
+            self._regions.compile(_variants(self.plan, values))
+
+    def _run(self, step: Run, values: dict[str, Any], slots: dict[str, GradSlot]) -> None:
+        """`slots` are those that this region writes; they are marked as written, and forgotten."""
+        first = prepare(slots.values())
+        values.update((name, slot.tensor) for name, slot in slots.items())
+        taken = [values.pop(name) if name in step.drops or name in slots else values[name] for name in step.inputs]
         with profiler_span(f"fsdp_opt::region_{step.region}"):
-            results = self._regions[step.region](taken)
+            results = self._regions(step.region, first, taken)
         values.update(zip(step.outputs, results, strict=True))
+        while slots:
+            slots.popitem()[1].mark_written()
+
+
+def _variants(plan: Plan, values: dict[str, Any]) -> dict[int, bool]:
+    """For each region whether its writes will copy: no piece that it writes has a gradient."""
+    slices = {step.name: step for step in plan.grad_slices}
+    variants = {}
+    for run in (step for step in plan.steps if isinstance(step, Run)):
+        written = [slices[name] for name in run.inputs if name in slices]
+        variants[run.region] = not any(_group(values[each.shard]).has_gradient(each.piece) for each in written)
+    return variants
 
 
 def _group(shard: Tensor) -> FlatGroup:
@@ -73,8 +120,3 @@ def _reduce(step: Reduce, values: dict[str, Any]) -> None:
     group = _group(values[step.shard])
     if group.wants_gradient():
         group.reduce_if_complete()
-
-
-def _announce_backward(plan: Plan, values: dict[str, Any]) -> None:
-    for shard in {step.shard for step in plan.gathers}:
-        _group(values[shard]).expect_backward()

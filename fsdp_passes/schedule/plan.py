@@ -4,6 +4,8 @@
     wait     full                                      from here on it may be read
     run      add = region_0(primals_1, full) drop primals_1
     release  full                                      the buffer is free
+             slice = grad_slice(primals_2, 0)          where the gradient of piece 0 is added up; the next run writes
+                                                       it: copies if no piece that it writes has a gradient, else adds
              accumulate(cat, primals_2, [0, 1])        add to the shard's flat gradient: these pieces have one
     issue    reduce(primals_2)                         reduce-scatter it, if this backward synchronises:
                                                        here, or at its end if another graph adds to it; waited
@@ -50,6 +52,18 @@ class Release:
 
 
 @dataclass(frozen=True)
+class GradSlice:
+    """For the next `Run` only. `separate`: a tensor of its own, which the reduction concatenates."""
+
+    name: str
+    shard: str
+    piece: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    separate: bool = False
+
+
+@dataclass(frozen=True)
 class Accumulate:
     """`pieces` of the shard's layout have a gradient in `full_grad`; None: all of them."""
 
@@ -64,7 +78,7 @@ class Reduce:
     shard: str
 
 
-Step = Gather | Wait | Run | Release | Accumulate | Reduce
+Step = Gather | Wait | Run | Release | GradSlice | Accumulate | Reduce
 Output = str | int | float | bool | None  # a str is a value's name
 
 
@@ -80,6 +94,11 @@ class Plan:
     trains: bool = False  # a forward whose backward is to come
 
     @property
+    def shards(self) -> tuple[str, ...]:
+        """What is gathered or reduced, each once."""
+        return tuple(dict.fromkeys(step.shard for step in self.steps if isinstance(step, Gather | Reduce)))
+
+    @property
     def gathers(self) -> tuple[Gather, ...]:
         return tuple(step for step in self.steps if isinstance(step, Gather))
 
@@ -87,11 +106,15 @@ class Plan:
     def reductions(self) -> tuple[Reduce, ...]:
         return tuple(step for step in self.steps if isinstance(step, Reduce))
 
+    @property
+    def grad_slices(self) -> tuple[GradSlice, ...]:
+        return tuple(step for step in self.steps if isinstance(step, GradSlice))
+
 
 def reads(step: Step) -> tuple[str, ...]:
     """Names that `step` looks up."""
     match step:
-        case Gather() | Reduce():
+        case Gather() | GradSlice() | Reduce():
             return (step.shard,)
         case Wait() | Release():
             return (step.buffer,)
@@ -104,7 +127,8 @@ def reads(step: Step) -> tuple[str, ...]:
 def with_drops(steps: Sequence[Step], outputs: Sequence[Output], kept: set[str]) -> tuple[Step, ...]:
     """`steps` with `drops` filled: a value is dropped by the last step that reads it.
 
-    `kept` names what is never dropped this way: buffers, which have releases, and shards, which outlive the graph.
+    `kept` names what is never dropped this way: buffers, which have releases, slices, which one step reads, and shards,
+    which outlive the graph.
     """
     alive = set(kept) | {output for output in outputs if isinstance(output, str)}
     done: list[Step] = []

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 
 from fsdp_passes._compat import dtype_names
 from fsdp_passes.ir.text import dump, load
-from fsdp_passes.schedule.plan import Accumulate, Gather, Output, Plan, Reduce, Release, Run, Step, Wait
+from fsdp_passes.schedule.plan import Accumulate, Gather, GradSlice, Output, Plan, Reduce, Release, Run, Step, Wait
 
 _NAME_OF = dtype_names()
 _DTYPES = {name: dtype for dtype, name in _NAME_OF.items()}
@@ -56,6 +56,10 @@ def _step_text(step: Step) -> tuple[str, str]:
         case Run():
             results = f"{', '.join(step.outputs)} = " if step.outputs else ""
             return "run", f"{results}region_{step.region}{_names(step.inputs)}{_drop(step.drops)}"
+        case GradSlice():
+            separate = ", separate" if step.separate else ""
+            kind = f"{_NAME_OF[step.dtype]}[{','.join(map(str, step.shape))}]"
+            return "", f"{step.name}: {kind} = grad_slice({step.shard}, {step.piece}{separate})"
         case Accumulate():
             pieces = None if step.pieces is None else list(step.pieces)
             return "", f"accumulate({step.full_grad}, {step.shard}, {pieces}){_drop(step.drops)}"
@@ -107,7 +111,11 @@ def _read_output(text: str) -> Output:
 
 
 def _pieces(text: str) -> tuple[int, ...] | None:
-    return None if text == "None" else tuple(int(number) for number in _split(text[1:-1]))
+    return None if text == "None" else _ints(text[1:-1])
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in _split(text))
 
 
 _STEPS: tuple[tuple[str, Callable[[re.Match[str]], Step]], ...] = (
@@ -120,6 +128,10 @@ _STEPS: tuple[tuple[str, Callable[[re.Match[str]], Step]], ...] = (
     (
         r"run +(?:([\w, ]+) = )?region_(\d+)\((.*?)\)(?: drop \((.*)\))?",
         lambda m: Run(int(m[2]), _split(m[3]), _split(m[1]), _split(m[4])),
+    ),
+    (
+        rf"(\w+): ({'|'.join(_DTYPES)})\[([\d,]*)\] = grad_slice\((\w+), (\d+)(, separate)?\)",
+        lambda m: GradSlice(m[1], m[4], int(m[5]), _ints(m[3]), _DTYPES[m[2]], m[6] is not None),
     ),
     (
         r"accumulate\((\w+), (\w+), (None|\[[\d, ]*\])\)(?: drop \((.*)\))?",

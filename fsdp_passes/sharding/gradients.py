@@ -1,17 +1,19 @@
 """The gradient of one flat group, from the first backward of a window to `.grad`.
 
-    full        reduce dtype, full elements: this rank's sum over microbatches, until it is reduced
+    buffer      reduce dtype, full elements: this rank's sum over microbatches, from its first write to its reduction
+    reduced     reduce dtype, shard elements: this rank's piece of the sum over ranks, until the window ends
     shard.grad  parameter dtype, shard elements: mean over ranks; `ShardedParam.grad` are views of it
 
-First write copies, later ones add, in the order of execution. The one division is by the model's divide factor
-(world size unless set), on this rank's piece of the sum, in the reduce dtype; then one cast to the shard's dtype.
+First write copies, later ones add, in the order of execution. The reduction works in place: this rank's piece of the
+buffer receives its piece of the sum. The one division is by the model's divide factor (world size unless set), of this
+rank's piece, in the reduce dtype, when the window ends; then one cast to the shard's dtype.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_passes.runtime.collectives import issue_reduce_scatter
+from fsdp_passes.sharding.grad_buffer import GradBuffer, GradSlot
 from fsdp_passes.sharding.param import ShardedParam
 from fsdp_passes.sharding.pending import PendingGrad
 
@@ -30,10 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A reduce-scatter in flight; `full` is kept so that nobody reuses its memory before the wait."""
+    """A reduce-scatter in flight; `piece` is a part of the buffer, which nobody else holds."""
 
-    work: dist.Work
-    full: Tensor
+    work: dist.Work | None  # None: there is one rank
     piece: Tensor
     params: frozenset[int]
 
@@ -43,10 +45,10 @@ class GroupGradients:
 
     def __init__(self, group: FlatGroup) -> None:
         self.group = group
-        self.full: Tensor | None = None
-        self.written: set[int] = set()  # parameters with a gradient in `full`
-        self.settling: set[int] = set()  # in shard.grad, but other ranks were not asked yet
-        self.reduced: set[int] = set()  # parameters with a gradient in shard.grad
+        self.buffer: GradBuffer | None = None
+        self.reduced: Tensor | None = None
+        self.reduced_params: set[int] = set()  # with a gradient in `reduced`; other ranks were not asked yet
+        self.settled: set[int] = set()  # with a gradient in shard.grad
         self.forwards = 0  # differentiated forwards since the last backward ended
         self._in_flight: _Reduction | None = None
         self._post_hooks: dict[int, OrderedDict[int, Callable[[Tensor], None]]] = {}
@@ -54,71 +56,96 @@ class GroupGradients:
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupGradients:
         return copy.deepcopy(self.group, memo).gradients
 
+    def open(self, separate: bool = False) -> GradBuffer:
+        """The buffer that backwards add to now; a new one after each reduction."""
+        if self.buffer is None:
+            group = self.group
+            self.buffer = GradBuffer(group.layout, group.reduce_dtype, group.shard.device, separate)
+        return self.buffer
+
+    def slot(self, piece: int, shape: Sequence[int], separate: bool) -> GradSlot:
+        """Where a graph writes the gradient of `piece`, computed in `shape`."""
+        buffer = self.open(separate)
+        return GradSlot(buffer.slice(piece).view(shape), buffer, piece)
+
     def accumulate(self, full_grad: Tensor, pieces: Iterable[int] | None = None) -> None:
         """Add `full_grad` (1-D, full elements); `pieces` of the layout were differentiated (None: all)."""
-        if self.full is None:
-            self.full = full_grad.detach().to(self.group.reduce_dtype, copy=True)
-        else:
-            self.full.add_(full_grad.detach())
-        layout = self.group.layout
-        given = None if pieces is None else set(pieces)
-        self.written |= {i for i, piece in enumerate(layout.pieces) if given is None or piece in given}
+        self.open().add(full_grad.detach(), pieces)
 
     def issue_reduce(self) -> None:
         """Start the reduce-scatter of what was accumulated."""
-        assert self.full is not None and self._in_flight is None
-        full, self.full = self.full, None
-        self._in_flight = self._issue(full, frozenset(self.written))
-        self.written = set()
+        assert self.buffer is not None and self._in_flight is None
+        params = frozenset(self._written())
+        full = self.buffer.take()
+        self.buffer = None
+        self._in_flight = self._issue(full, params)
 
     def finish_reduce(self) -> None:
-        """Wait for the reduction in flight, if there is one, and add it to the shard's gradient."""
+        """Wait for the reduction in flight, if there is one, and add it to what was reduced in this window."""
         if self._in_flight is None:
             return
         reduction, self._in_flight = self._in_flight, None
-        self._add_to_shard(self._mean(reduction))
-        self.settling |= reduction.params
+        if reduction.work is not None:
+            reduction.work.wait()
+        if self.reduced is None:
+            self.reduced = self._own(reduction.piece)
+        else:
+            self.reduced.add_(reduction.piece)
+        self.reduced_params |= reduction.params
 
     def settle(self, params: set[int]) -> None:
-        """`params` are those that got a gradient from some rank; only now `.grad` shows it and hooks see it."""
-        self.settling = set()
-        self.reduced |= params
+        """End the window. `params` got a gradient from some rank; only now `.grad` shows it and hooks see it."""
+        if self.reduced is None:
+            return
+        mean, self.reduced, self.reduced_params = self._mean(self.reduced), None, set()
+        shard = self.group.shard
+        if shard.grad is None:
+            shard.grad = mean
+        else:
+            shard.grad.add_(mean)
+        self.settled |= params
         for index in sorted(params):
             for hook in list(self._post_hooks.get(index, {}).values()):
                 hook(self.group.params[index])
 
     def reduce_now(self, full_grad: Tensor) -> Tensor:
         """Mean over ranks of this rank's piece of `full_grad`, in the shard's dtype; nothing is remembered."""
-        return self._mean(self._issue(full_grad.to(self.group.reduce_dtype), frozenset()))
+        reduction = self._issue(full_grad.to(self.group.reduce_dtype, copy=True), frozenset())
+        if reduction.work is not None:
+            reduction.work.wait()
+        return self._mean(self._own(reduction.piece))
 
     def _issue(self, full: Tensor, params: frozenset[int]) -> _Reduction:
-        piece = full.new_empty(self.group.layout.shard_elems)
-        work = issue_reduce_scatter(piece, full, self.group.process_group)
-        return _Reduction(work, full, piece, params)
+        """Reduce `full` in place."""
+        group, elems = self.group.process_group, self.group.layout.shard_elems
+        piece = full[group.rank() * elems : (group.rank() + 1) * elems]
+        return _Reduction(issue_reduce_scatter(piece, full, group) if group.size() > 1 else None, piece, params)
 
-    def _mean(self, reduction: _Reduction) -> Tensor:
-        reduction.work.wait()
-        divided = reduction.piece.div_(self.group.model.gradient_divide_factor(self.group.layout.world_size))
+    def _own(self, piece: Tensor) -> Tensor:
+        """A part of a buffer as a tensor of its own, so that the buffer is free; the part of one rank is the whole."""
+        return piece.clone() if self.group.layout.world_size > 1 else piece
+
+    def _mean(self, piece: Tensor) -> Tensor:
+        """Divides `piece` in place."""
+        divided = piece.div_(self.group.model.gradient_divide_factor(self.group.layout.world_size))
         return divided.to(self.group.shard.dtype)
 
-    def _add_to_shard(self, piece: Tensor) -> None:
-        shard = self.group.shard
-        if shard.grad is None:
-            shard.grad = piece
-        else:
-            shard.grad.add_(piece)
+    def _written(self) -> set[int]:
+        """Parameters with a gradient in the buffer."""
+        written = set() if self.buffer is None else self.buffer.written
+        return {index for index, piece in enumerate(self.group.layout.pieces) if piece in written}
 
     def grad_of(self, index: int) -> Tensor | None:
         param = self.group.params[index]
-        if index in self.written | self._unsettled():
+        if index in self._written() | self._unsettled():
             return PendingGrad(param, self.group.unit)
-        if index not in self.reduced or self.group.shard.grad is None:
+        if index not in self.settled or self.group.shard.grad is None:
             return None
         return ShardedParam(self.group.local(self.group.shard.grad, index), param.place, is_param=False)
 
     def _unsettled(self) -> set[int]:
-        """Parameters whose reduction was issued, but whose backward is not over (or was ended by an exception)."""
-        return self.settling if self._in_flight is None else self.settling | self._in_flight.params
+        """Parameters whose reduction was issued, but whose window is not over."""
+        return self.reduced_params if self._in_flight is None else self.reduced_params | self._in_flight.params
 
     def set_grad(self, index: int, grad: Tensor | None) -> None:
         """None discards what this parameter has accumulated or reduced; a tensor sharded alike replaces it."""
@@ -128,23 +155,27 @@ class GroupGradients:
             return
         if self.group.shard.grad is None:
             self.group.shard.grad = torch.zeros_like(self.group.shard)
-        self.reduced.add(index)
+        self.settled.add(index)
         self.group.local(self.group.shard.grad, index).copy_(piece)
 
     def _discard(self, index: int) -> None:
-        if index in self.written and self.full is not None:
-            self.written.discard(index)
-            start = self.group.layout.offsets[index]
-            self.full[start : start + self.group.layout.numels[index]].zero_()
-            self.full = self.full if self.written else None
-        if index in self.reduced | self._unsettled():
+        if self.buffer is not None:
+            self.buffer.written.discard(self.group.layout.pieces[index])
+            self.buffer = self.buffer if self.buffer.written else None
+        if index in self._unsettled():
             self.finish_reduce()
-            self.reduced.discard(index)
-            self.settling.discard(index)
-            if not self.reduced | self.settling:
-                self.group.shard.grad = None
-            elif self.group.shard.grad is not None:
-                self.group.local(self.group.shard.grad, index).zero_()
+            self.reduced_params.discard(index)
+            self.reduced = self._without(self.reduced, index, self.reduced_params)
+        if index in self.settled:
+            self.settled.discard(index)
+            self.group.shard.grad = self._without(self.group.shard.grad, index, self.settled)
+
+    def _without(self, piece: Tensor | None, index: int, others: set[int]) -> Tensor | None:
+        """`piece` with zeros for parameter `index`; None when no `others` have a gradient in it."""
+        if piece is None or not others:
+            return None
+        self.group.local(piece, index).zero_()
+        return piece
 
     def add_post_hook(self, index: int, hook: Callable[[Tensor], None]) -> RemovableHandle:
         """`hook(param)` after each reduction that gave the parameter a gradient."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fsdp_passes._compat import backward_reaches
 from fsdp_passes.ir.ops import set_owner
 from fsdp_passes.runtime.collectives import issue_all_gather
+from fsdp_passes.sharding.grad_buffer import GradSlot
 from fsdp_passes.sharding.gradients import GroupGradients
 from fsdp_passes.sharding.layout import Layout
 from fsdp_passes.sharding.param import Place, ShardedParam
@@ -89,8 +90,13 @@ class FlatGroup:
 
     def reduce(self, full_grad: Tensor) -> Tensor:
         """Called where another backend runs the graph: the result goes through autograd into shard.grad."""
-        self.gradients.reduced |= set(range(len(self.params)))
+        self.gradients.settled |= set(range(len(self.params)))
         return self.gradients.reduce_now(full_grad)
+
+    @property
+    def full_grad_bytes(self) -> int:
+        """What this group's gradients take unreduced; nothing if it is frozen."""
+        return self.layout.full_elems * self.reduce_dtype.itemsize if self.shard.requires_grad else 0
 
     def expect_backward(self) -> None:
         """A forward, whose backward accumulates a gradient of this group, ran."""
@@ -100,14 +106,30 @@ class FlatGroup:
         """Asked in a backward: whether it is for parameters, too, or for the gradients of other tensors only."""
         return backward_reaches(self.shard)
 
+    def grad_slot(self, piece: int, shape: Sequence[int], dtype: torch.dtype, separate: bool) -> GradSlot:
+        """Where the backward that runs now writes the gradient of `piece`; nowhere if it is for other tensors only."""
+        if not self.wants_gradient():
+            return GradSlot(self.shard.new_empty(shape, dtype=dtype), None, piece)
+        return self.gradients.slot(piece, shape, separate)
+
+    def has_gradient(self, piece: int) -> bool:
+        """Whether a write of `piece` would add; asked before there is a slot."""
+        buffer = self.gradients.buffer
+        return buffer is not None and piece in buffer.written and self.wants_gradient()
+
     def accumulate(self, full_grad: Tensor, pieces: Sequence[int] | None = None) -> None:
         """Add one backward's gradient of the whole; `pieces` of the layout have one (None: all)."""
         self.gradients.accumulate(full_grad, pieces)
         self.model.reduce_after_backward()
 
     def reduce_if_complete(self) -> None:
-        """Reduce at once when no other backward of this group is to come; else when the whole backward ends."""
-        if self.model.requires_sync and self.gradients.forwards == 1:
+        """Reduce at once when no other backward of this group is to come; else when the whole backward ends.
+
+        A group without any gradient takes part, with zeros: on another rank it may have one.
+        """
+        self.gradients.open()
+        self.model.reduce_after_backward()
+        if self.gradients.forwards == 1:
             self.model.issue_reduce(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatGroup:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fsdp_passes._compat import mark_as_parameter, queue_backward_callback, running_backward
 from fsdp_passes.runtime.collectives import any_rank
+from fsdp_passes.sharding.deferral import choose_deferred
 
 if TYPE_CHECKING:
     from fsdp_passes.sharding.group import FlatGroup
@@ -25,8 +26,10 @@ class ShardedModel:
         self.groups: list[FlatGroup] = []
         self.requires_sync = True
         self.divide_factor: float | None = None
+        self.accumulate_bytes: int | None = None
+        self.deferred_units: frozenset[str] | None = None  # None: all
+        self.graphs: dict[object, None] = {}  # what the backend says of the graphs that ran, in order
         self._reducing: FlatGroup | None = None
-        self._settling: dict[FlatGroup, None] = {}  # reduced in this backward, in order
         self._gathered: dict[int, _Gathered] | None = None  # while an eager forward runs
         self._recomputing: int | None = None  # the backward whose recomputation opened that forward
 
@@ -45,18 +48,37 @@ class ShardedModel:
         """Ask autograd to call `end_backward` when the backward that runs now is over."""
         queue_backward_callback(self.end_backward)
 
+    def limit_accumulation(self, accumulate_bytes: int | None) -> None:
+        """From now on a rank holds only so many bytes of unreduced gradients between microbatches (None: no limit)."""
+        if accumulate_bytes == self.accumulate_bytes:
+            return
+        self.accumulate_bytes, self.deferred_units = accumulate_bytes, None
+        if accumulate_bytes is not None:
+            self.deferred_units = choose_deferred(self.full_grad_bytes(), accumulate_bytes)
+
+    def full_grad_bytes(self) -> dict[str, int]:
+        """What the gradients of each trained unit take unreduced."""
+        bytes_of: dict[str, int] = {}
+        for group in (group for group in self.groups if group.shard.requires_grad):
+            bytes_of[group.unit] = bytes_of.get(group.unit, 0) + group.full_grad_bytes
+        return bytes_of
+
+    def defers(self, unit: str) -> bool:
+        """Whether the unit's gradients wait for a backward that synchronises."""
+        return self.deferred_units is None or unit in self.deferred_units
+
     def end_backward(self) -> None:
         """Reduce every group that has something to reduce, in model order. Calling it again does nothing."""
         for group in self.groups:
             group.gradients.forwards = 0
-            if self.requires_sync:
-                self.issue_reduce(group)
+            self.issue_reduce(group)
         self._finish_reduce()
-        self._settle()
+        if self.requires_sync:
+            self._settle()
 
     def issue_reduce(self, group: FlatGroup) -> None:
         """Start a group's reduction and end the one before it: one full buffer in flight, not all of them."""
-        if group.gradients.full is None:
+        if group.gradients.buffer is None or (self.defers(group.unit) and not self.requires_sync):
             return
         self._finish_reduce()
         group.gradients.issue_reduce()
@@ -65,15 +87,13 @@ class ShardedModel:
     def _finish_reduce(self) -> None:
         if self._reducing is not None:
             self._reducing.gradients.finish_reduce()
-            self._settling[self._reducing] = None
             self._reducing = None
 
     def _settle(self) -> None:
         """Parameters without a gradient on any rank keep `.grad` None: one byte each, in one all-reduce."""
-        reduced, self._settling = self._settling, {}
-        if not reduced:
+        if all(group.gradients.reduced is None for group in self.groups):
             return
-        flags = [index in group.gradients.settling for group in self.groups for index in range(len(group.params))]
+        flags = [i in group.gradients.reduced_params for group in self.groups for i in range(len(group.params))]
         on_some_rank = iter(any_rank(flags, self.groups[0].shard.device, self.groups[0].process_group))
         for group in self.groups:
             group.gradients.settle({index for index in range(len(group.params)) if next(on_some_rank)})

@@ -38,13 +38,15 @@ class Read:
         self.shard = group.shard
         self.world_size = group.layout.world_size
         self.dtype = group.compute_dtype
-        self.reshard = group.reshard
+        self.reshard, self.reduce_dtype = group.reshard, group.reduce_dtype
         self.sizes = group.layout.sizes
         self.piece = group.layout.pieces[index]
         self.shape = tuple(group.layout.shapes[index])
 
     def traced(self) -> Tensor:
-        full = torch.ops.fsdp_opt.unshard(self.shard, self.world_size, self.dtype, reshard=self.reshard)
+        full = torch.ops.fsdp_opt.unshard(
+            self.shard, self.world_size, self.dtype, reshard=self.reshard, reduce_dtype=self.reduce_dtype
+        )
         return full.split_with_sizes(self.sizes)[self.piece].view(self.shape)
 
 

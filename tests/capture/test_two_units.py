@@ -1,26 +1,15 @@
-"""A model of two units from capture to plan, as text: here in full, and in graphs/ for readers.
-
-Accept a change of both with EXPECTTEST_ACCEPT=1.
-"""
+"""A model of two units from capture to plan, as text; tests/capture/test_graphs.py holds the same texts in graphs/."""
 
 from __future__ import annotations
 
-import functools
-import re
-import tempfile
-from pathlib import Path
-
 import expecttest
-import pytest
 import torch
 from torch import Tensor, nn
 
 import fsdp_passes as fsdp
 from fsdp_passes.ir.text import dump, load
-from tests.dist import pool
+from tests.capture.dumps import dumps_of, stage_of
 
-GRAPHS = Path(__file__).parents[2] / "graphs"
-STAGES = [f"{way}.{what}" for way in ("fwd", "bwd") for what in ("captured", "gather_on_demand", "plan")]
 PRECISION = fsdp.Precision(param=torch.bfloat16, reduce=torch.float32)
 
 
@@ -36,27 +25,18 @@ class TwoUnits(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def _train_one_step(dump_dir: str) -> None:
+def train_one_step(dump_dir: str) -> None:
     model = fsdp.shard(TwoUnits(), units=nn.Linear, precision=PRECISION)
     run = torch.compile(model, backend="fsdp_opt", options={"dump_dir": dump_dir, "verify": 2, "codegen": "fx"})
     run(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
 
 
-@functools.cache
 def dumps() -> tuple[dict[str, str], dict[str, str]]:
-    """The files of rank 0 and of rank 1: name -> text."""
-    with tempfile.TemporaryDirectory() as folder:
-        pool.run(2, _train_one_step, folder)
-        ranks = [Path(folder) / f"rank{rank}" for rank in (0, 1)]
-        first, second = ({path.name: path.read_text() for path in rank.iterdir()} for rank in ranks)
-        return first, second
+    return dumps_of(train_one_step)
 
 
 def stage(name: str) -> str:
-    """The one file of that direction and stage, whatever its number."""
-    file_name = re.compile(r"graph0\.{}\.\d\d\.{}\.txt".format(*name.split(".")))
-    (text,) = (text for file, text in dumps()[0].items() if file_name.fullmatch(file))
-    return text
+    return stage_of(train_one_step, name)
 
 
 class TestTexts(expecttest.TestCase):
@@ -69,10 +49,13 @@ class TestTexts(expecttest.TestCase):
             """\
 graph0.bwd.00.captured.txt
 graph0.bwd.01.stride_safe_views.txt
-graph0.bwd.02.lower_reduce_grad.txt
-graph0.bwd.03.late_reads.txt
-graph0.bwd.04.gather_on_demand.txt
-graph0.bwd.05.plan.txt
+graph0.bwd.02.one_reduction.txt
+graph0.bwd.03.peel_transposes.txt
+graph0.bwd.04.flat_grad_writes.txt
+graph0.bwd.05.lower_reduce_grad.txt
+graph0.bwd.06.late_reads.txt
+graph0.bwd.07.gather_on_demand.txt
+graph0.bwd.08.plan.txt
 graph0.fwd.00.captured.txt
 graph0.fwd.01.stride_safe_views.txt
 graph0.fwd.02.late_reads.txt
@@ -88,7 +71,7 @@ graph0.fwd.04.plan.txt""",
    0         primals_1: f32[128] = input(shard="up")
    1         primals_2: bf16[4,8] = input()
    2         primals_3: f32[64] = input(shard="down")
-   3         unshard: bf16[256] = fsdp_opt.unshard(primals_1, 2, torch.bfloat16)
+   3         unshard: bf16[256] = fsdp_opt.unshard(primals_1, 2, torch.bfloat16, reduce_dtype=torch.float32)
    4         split_with_sizes: (bf16[128], bf16[16], bf16[112]) = aten.split_with_sizes(unshard, [128, 16, 112])
    5         getitem: bf16[128] = split_with_sizes[0]
    6         getitem_1: bf16[16] = split_with_sizes[1]
@@ -97,7 +80,7 @@ graph0.fwd.04.plan.txt""",
    9         t: bf16[8,16]{1,8} = aten.t(view)
   10         addmm: bf16[4,16] = aten.addmm(view_1, primals_2, t)
   11         relu: bf16[4,16] = aten.relu(addmm)
-  12         unshard_1: bf16[128] = fsdp_opt.unshard(primals_3, 2, torch.bfloat16)
+  12         unshard_1: bf16[128] = fsdp_opt.unshard(primals_3, 2, torch.bfloat16, reduce_dtype=torch.float32)
   13         split_with_sizes_1: (bf16[128],) = aten.split_with_sizes(unshard_1, [128])
   14         getitem_3: bf16[128] = split_with_sizes_1[0]
   15         view_2: bf16[8,16] = aten.view(getitem_3, [8, 16])
@@ -120,7 +103,7 @@ graph0.fwd.04.plan.txt""",
    5         t_2: bf16[8,4]{1,8} = aten.t(tangents_1)
    6         mm_1: bf16[8,16] = aten.mm(t_2, relu)
    7         t_3: bf16[16,8]{1,16} = aten.t(mm_1)
-   8         unshard_1: bf16[128] = fsdp_opt.unshard(primals_3, 2, torch.bfloat16)
+   8         unshard_1: bf16[128] = fsdp_opt.unshard(primals_3, 2, torch.bfloat16, reduce_dtype=torch.float32)
    9         split_with_sizes_1: (bf16[128],) = aten.split_with_sizes(unshard_1, [128])
   10         getitem_3: bf16[128] = split_with_sizes_1[0]
   11         view_2: bf16[8,16] = aten.view(getitem_3, [8, 16])
@@ -130,7 +113,7 @@ graph0.fwd.04.plan.txt""",
   15         t_5: bf16[8,16] = aten.t(t_3)
   16         view_3: bf16[128] = aten.view(t_5, [128])
   17         cat: bf16[128] = aten.cat([view_3])
-  18         reduce_grad: f32[64] = fsdp_opt.reduce_grad(cat, primals_3, 2)
+  18         reduce_grad: f32[64] = fsdp_opt.reduce_grad(cat, primals_3, 2, reduce_dtype=torch.float32)
   19         detach: bf16[4,16] = aten.detach(relu)
   20         detach_1: bf16[4,16] = aten.detach(detach)
   21         threshold_backward: bf16[4,16] = aten.threshold_backward(mm_2, detach_1, 0)
@@ -144,7 +127,7 @@ graph0.fwd.04.plan.txt""",
   29         view_6: bf16[128] = aten.view(t_8, [128])
   30         zeros: bf16[112] = aten.zeros([112], dtype=torch.bfloat16, layout=torch.strided, device=device("cpu"))
   31         cat_1: bf16[256] = aten.cat([view_6, view_5, zeros])
-  32         reduce_grad_1: f32[128] = fsdp_opt.reduce_grad(cat_1, primals_1, 2)
+  32         reduce_grad_1: f32[128] = fsdp_opt.reduce_grad(cat_1, primals_1, 2, reduce_dtype=torch.float32)
   33         return (reduce_grad_1, None, reduce_grad)
 """,
         )
@@ -196,76 +179,49 @@ region_1:
             got,
             """\
 plan bwd (primals_1, primals_2, primals_3, relu, tangents_1)
-   0 run     t_3 = region_0(tangents_1, relu)
-   1 issue   full: bf16[128] = gather(primals_3)
-   2 wait    full
-   3 run     mm_2, cat = region_1(tangents_1, full, t_3) drop (tangents_1, t_3)
-   4 release full
-   5         accumulate(cat, primals_3, [0]) drop (cat)
-   6 issue   reduce(primals_3)
-   7 run     cat_1 = region_2(relu, mm_2, primals_2) drop (relu, mm_2, primals_2)
-   8         accumulate(cat_1, primals_1, [0, 1]) drop (cat_1)
+   0         grad_slice: f32[8,16] = grad_slice(primals_3, 0)
+   1 run     region_0(tangents_1, relu, grad_slice)
+   2 issue   reduce(primals_3)
+   3 issue   full: bf16[128] = gather(primals_3)
+   4 wait    full
+   5         grad_slice_1: f32[16,8] = grad_slice(primals_1, 0)
+   6         grad_slice_2: f32[1,16] = grad_slice(primals_1, 1)
+   7 run     region_1(tangents_1, full, relu, primals_2, grad_slice_1, grad_slice_2) drop (tangents_1, relu, primals_2)
+   8 release full
    9 issue   reduce(primals_1)
   10         return (None, None, None)
 
 region_0:
    0         tangents_1: bf16[4,8] = input()
    1         relu: bf16[4,16] = input()
-   2         t_2: bf16[8,4]{1,8} = aten.t(tangents_1)
-   3         mm_1: bf16[8,16] = aten.mm(t_2, relu)
-   4         t_3: bf16[16,8]{1,16} = aten.t(mm_1)
-   5         return (t_3,)
+   2         grad_slice: f32[8,16] = input()
+   3         t_2: bf16[8,4]{1,8} = aten.t(tangents_1)
+   4         mm_1: bf16[8,16] = aten.mm(t_2, relu)
+   5         grad_write = fsdp_opt.grad_write(grad_slice, mm_1)
+   6         return ()
 
 region_1:
    0         tangents_1: bf16[4,8] = input()
    1         full: bf16[128] = input()
-   2         t_3: bf16[16,8]{1,16} = input()
-   3         split_with_sizes_1: (bf16[128],) = aten.split_with_sizes(full, [128])
-   4         getitem_3: bf16[128] = split_with_sizes_1[0]
-   5         view_2: bf16[8,16] = aten.reshape(getitem_3, [8, 16])
-   6         t_1: bf16[16,8]{1,16} = aten.t(view_2)
-   7         t_4: bf16[8,16] = aten.t(t_1)
-   8         mm_2: bf16[4,16] = aten.mm(tangents_1, t_4)
-   9         t_5: bf16[8,16] = aten.t(t_3)
-  10         view_3: bf16[128] = aten.reshape(t_5, [128])
-  11         cat: bf16[128] = aten.cat([view_3])
-  12         return (mm_2, cat)
-
-region_2:
-   0         relu: bf16[4,16] = input()
-   1         mm_2: bf16[4,16] = input()
-   2         primals_2: bf16[4,8] = input()
-   3         detach: bf16[4,16] = aten.detach(relu)
-   4         detach_1: bf16[4,16] = aten.detach(detach)
-   5         threshold_backward: bf16[4,16] = aten.threshold_backward(mm_2, detach_1, 0)
-   6         t_6: bf16[16,4]{1,16} = aten.t(threshold_backward)
-   7         mm_3: bf16[16,8] = aten.mm(t_6, primals_2)
-   8         t_7: bf16[8,16]{1,8} = aten.t(mm_3)
-   9         sum_1: bf16[1,16] = aten.sum.dim_IntList(threshold_backward, [0], True)
-  10         view_4: bf16[16] = aten.reshape(sum_1, [16])
-  11         t_8: bf16[16,8] = aten.t(t_7)
-  12         view_5: bf16[16] = aten.reshape(view_4, [16])
-  13         view_6: bf16[128] = aten.reshape(t_8, [128])
-  14         zeros: bf16[112] = aten.zeros([112], dtype=torch.bfloat16, layout=torch.strided, device=device("cpu"))
-  15         cat_1: bf16[256] = aten.cat([view_6, view_5, zeros])
-  16         return (cat_1,)
+   2         relu: bf16[4,16] = input()
+   3         primals_2: bf16[4,8] = input()
+   4         grad_slice_1: f32[16,8] = input()
+   5         grad_slice_2: f32[1,16] = input()
+   6         split_with_sizes_1: (bf16[128],) = aten.split_with_sizes(full, [128])
+   7         getitem_3: bf16[128] = split_with_sizes_1[0]
+   8         view_2: bf16[8,16] = aten.reshape(getitem_3, [8, 16])
+   9         mm_2: bf16[4,16] = aten.mm(tangents_1, view_2)
+  10         detach: bf16[4,16] = aten.detach(relu)
+  11         detach_1: bf16[4,16] = aten.detach(detach)
+  12         threshold_backward: bf16[4,16] = aten.threshold_backward(mm_2, detach_1, 0)
+  13         t_6: bf16[16,4]{1,16} = aten.t(threshold_backward)
+  14         mm_3: bf16[16,8] = aten.mm(t_6, primals_2)
+  15         grad_write_1 = fsdp_opt.grad_write(grad_slice_1, mm_3)
+  16         sum_1: bf16[1,16] = aten.sum.dim_IntList(threshold_backward, [0], True)
+  17         grad_write_2 = fsdp_opt.grad_write(grad_slice_2, sum_1)
+  18         return ()
 """,
         )
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_stored_graphs_are_what_is_made_now(name: str) -> None:
-    path = GRAPHS / f"two_units.{name}.txt"
-    if expecttest.ACCEPT:
-        path.write_text(stage(name), encoding="ascii")
-    assert path.read_text(encoding="ascii") == stage(name)
-
-
-def test_every_stored_graph_is_tested_and_described() -> None:
-    tested = {f"two_units.{name}.txt" for name in STAGES}
-    assert {path.name for path in GRAPHS.glob("*.txt")} == tested
-    readme = (GRAPHS / "README.md").read_text(encoding="ascii")
-    assert [name for name in tested if f"`{name}`" not in readme] == []
 
 
 def test_ranks_write_the_same_files() -> None:
@@ -276,6 +232,6 @@ def test_ranks_write_the_same_files() -> None:
 
 def test_dumped_graphs_load_back() -> None:
     graphs = [text for name, text in dumps()[0].items() if not name.endswith(".plan.txt")]
-    assert len(graphs) == 9
+    assert len(graphs) == 12
     for text in graphs:
         assert dump(load(text)) == text

@@ -52,6 +52,9 @@ ROWS = """
     """
 
 
+NAMES = [f"region_{number} of fwd" for number in range(9)]
+
+
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing compiled yet, nothing counted yet."""
@@ -61,7 +64,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def compiled(*texts: str) -> list[Any]:
-    return compile_regions([graph(text) for text in texts], "inductor", "fwd")
+    return compile_regions([graph(text) for text in texts], "inductor", NAMES[: len(texts)])
 
 
 def counted() -> dict[str, int]:
@@ -114,14 +117,14 @@ def test_what_the_code_takes_for_granted_must_hold_for_the_next_region(stubs: li
     """24 rows are a multiple of 8, of which a guard tells; then 36 rows, which are none; then any."""
     multiple, none, again = (graph(ROWS) for _ in range(3))
     assert bool(size_of(multiple) % 8 == 0)
-    (first,) = compile_regions([multiple], "inductor", "fwd")
+    (first,) = compile_regions([multiple], "inductor", NAMES[:1])
     size_of(none).node._hint = 36
     none_env = size_of(none).node.shape_env
     for symbol in list(none_env.backed_var_to_val):
         none_env.backed_var_to_val[symbol] = type(none_env.backed_var_to_val[symbol])(36)
-    (second,) = compile_regions([none], "inductor", "fwd")
+    (second,) = compile_regions([none], "inductor", NAMES[:1])
     assert second != first
-    (third,) = compile_regions([again], "inductor", "fwd")
+    (third,) = compile_regions([again], "inductor", NAMES[:1])
     assert third == first
     assert any("Mod" in str(guard.expr) for guard in size_of(again).node.shape_env.guards)
 
@@ -186,7 +189,7 @@ def test_a_failure_is_told_once(late: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_fx_compiles_nothing(stubs: list[fx.GraphModule]) -> None:
-    (region,) = compile_regions([graph(BLOCK)], "fx", "fwd")
+    (region,) = compile_regions([graph(BLOCK)], "fx", NAMES[:1])
     x, w = random_inputs(graph(BLOCK))
     values: list[Tensor] = [x, w]
     assert torch.equal(region(values)[0], (x @ w).relu())

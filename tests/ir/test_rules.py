@@ -222,13 +222,13 @@ buffers_are_released_once: full has 1 releases, expected 0
      6 release free = fsdp_opt.release(full)""",
         )
 
-    def test_accumulated_gradients_are_reduced(self) -> None:
+    def test_gradients_are_reduced(self) -> None:
         got = message(without(9))
         self.assertExpectedInline(
             got,
             """\
-accumulated_gradients_are_reduced: add_up accumulates for s, which no later node reduces
-  rule: The reduction of a shard is issued once, after the last gradient was accumulated for it.
+gradients_are_reduced: add_up is a gradient of s, which no later node reduces
+  rule: The reduction of a shard is issued once, after its last gradient was written or accumulated.
   after: Broken(on_purpose=True)
      5         y: f32[4,4] = aten.mm(x, v)
      6 release free = fsdp_opt.release(full)
@@ -237,13 +237,13 @@ accumulated_gradients_are_reduced: add_up accumulates for s, which no later node
      9         return (y,)""",
         )
 
-    def test_accumulated_gradients_are_reduced_after_the_last_one(self) -> None:
+    def test_gradients_are_reduced_after_the_last_one(self) -> None:
         got = message(moved(9, to=8))
         self.assertExpectedInline(
             got,
             """\
-accumulated_gradients_are_reduced: add_up accumulates for s, which no later node reduces
-  rule: The reduction of a shard is issued once, after the last gradient was accumulated for it.
+gradients_are_reduced: add_up is a gradient of s, which no later node reduces
+  rule: The reduction of a shard is issued once, after its last gradient was written or accumulated.
   after: Broken(on_purpose=True)
      6 release free = fsdp_opt.release(full)
      7         c: f32[16] = aten.view(y, [16])
@@ -252,13 +252,13 @@ accumulated_gradients_are_reduced: add_up accumulates for s, which no later node
     10         return (y,)""",
         )
 
-    def test_accumulated_gradients_are_reduced_once(self) -> None:
+    def test_gradients_are_reduced_once(self) -> None:
         got = message(RIGHT.replace("10 return", "10 issue send_1 = fsdp_opt.reduce(s)\n    10 return"))
         self.assertExpectedInline(
             got,
             """\
-accumulated_gradients_are_reduced: send reduces s a second time
-  rule: The reduction of a shard is issued once, after the last gradient was accumulated for it.
+gradients_are_reduced: send reduces s a second time
+  rule: The reduction of a shard is issued once, after its last gradient was written or accumulated.
   after: Broken(on_purpose=True)
      6 release free = fsdp_opt.release(full)
      7         c: f32[16] = aten.view(y, [16])

@@ -12,17 +12,18 @@ import torch
 from torch import fx
 
 from fsdp_passes.ir.ops import RELEASE
-from fsdp_passes.ir.passes import Pass, run_passes
+from fsdp_passes.ir.passes import Declined, Pass, run_passes
 from fsdp_passes.ir.text import dump
 from fsdp_passes.ir.verify import VerifyError, verify
+from fsdp_passes.options import Options
 from fsdp_passes.passes.late_reads import LateReads
 from fsdp_passes.passes.lower_reduce_grad import LowerReduceGrad
-from fsdp_passes.passes.pipeline import BACKWARD, FORWARD
+from fsdp_passes.passes.pipeline import FORWARD, passes_of
 from fsdp_passes.passes.stride_safe_views import StrideSafeViews
 from fsdp_passes.schedule.order import GatherOnDemand
 from tests.simulated import assert_bitwise, canonical, graph, group_of, random_inputs, run_scheduled
 
-ALL = sorted({*FORWARD, *BACKWARD}, key=lambda each: each.name)
+ALL = sorted({*FORWARD, *passes_of("bwd", Options())}, key=lambda each: each.name)
 
 
 def apply(each: Pass, gm: fx.GraphModule) -> str:
@@ -82,16 +83,6 @@ GRADIENT = """
     5 return (None, r)
     """
 
-TWO_GRADIENTS = """
-    0 s: f32[8] = input(shard="up")
-    1 g: f32[16] = input()
-    2 r: f32[8] = fsdp_opt.reduce_grad(g, s, 2)
-    3 h: f32[16] = aten.neg(g)
-    4 q: f32[8] = fsdp_opt.reduce_grad(h, s, 2)
-    5 a: f32[8] = aten.add.Tensor(q, r)
-    6 return (a,)
-    """
-
 NOTHING_TO_DO = """
     0 x: f32[4] = input()
     1 y: f32[4] = aten.neg(x)
@@ -109,7 +100,7 @@ REWRITES = [
     *((each, TWO_UNITS) for each in (LateReads(), GatherOnDemand())),
     (GatherOnDemand(), READ_AGAIN),
 ]
-LOWERINGS = [(LowerReduceGrad(), GRADIENT), (LowerReduceGrad(), TWO_GRADIENTS)]
+LOWERINGS = [(LowerReduceGrad(), GRADIENT)]
 
 
 @pytest.mark.parametrize("each, text", [*REWRITES, *LOWERINGS])
@@ -246,44 +237,9 @@ class TestLowerReduceGrad(expecttest.TestCase):
    1         g: f32[6] = input()
    2         zeros: f32[10] = aten.zeros([10])
    3         c: f32[16] = aten.cat([g, zeros])
-   4         accumulate_default = fsdp_opt.accumulate(c, s, [0])
-   5 issue   reduce_default = fsdp_opt.reduce(s)
+   4         accumulate = fsdp_opt.accumulate(c, s, [0])
+   5 issue   reduce = fsdp_opt.reduce(s)
    6         return (None, None)
-""",
-        )
-
-    def test_each_term_of_a_sum_is_accumulated_where_it_was_reduced(self) -> None:
-        got = applied(LowerReduceGrad(), TWO_GRADIENTS)
-        self.assertExpectedInline(
-            got,
-            """\
-   0         s: f32[8] = input(shard="up")
-   1         g: f32[16] = input()
-   2         accumulate_default_1 = fsdp_opt.accumulate(g, s, None)
-   3         h: f32[16] = aten.neg(g)
-   4         accumulate_default = fsdp_opt.accumulate(h, s, None)
-   5 issue   reduce_default = fsdp_opt.reduce(s)
-   6         return (None,)
-""",
-        )
-
-    def test_a_term_that_is_added_to_itself_stays(self) -> None:
-        text = """
-            0 s: f32[8] = input(shard="up")
-            1 g: f32[16] = input()
-            2 r: f32[8] = fsdp_opt.reduce_grad(g, s, 2)
-            3 a: f32[8] = aten.add.Tensor(r, r)
-            4 return (a,)
-            """
-        got = applied(LowerReduceGrad(), text)
-        self.assertExpectedInline(
-            got,
-            """\
-   0         s: f32[8] = input(shard="up")
-   1         g: f32[16] = input()
-   2         r: f32[8] = fsdp_opt.reduce_grad(g, s, 2)
-   3         a: f32[8] = aten.add.Tensor(r, r)
-   4         return (a,)
 """,
         )
 
@@ -302,56 +258,35 @@ DECLINED = {
         2 r: f32[8] = fsdp_opt.reduce_grad(g, s, 2)
         3 return (r, r)
         """,
-    "a term of the sum is read elsewhere": """
+    "a term of a sum": """
         0 s: f32[8] = input(shard="up")
         1 g: f32[16] = input()
         2 r: f32[8] = fsdp_opt.reduce_grad(g, s, 2)
-        3 q: f32[8] = fsdp_opt.reduce_grad(g, s, 2)
-        4 a: f32[8] = aten.add.Tensor(r, q)
-        5 n: f32[8] = aten.neg(q)
-        6 return (a, n)
+        3 a: f32[8] = aten.add.Tensor(r, s)
+        4 return (a,)
         """,
 }
-NOT_A_SUM = {
-    "scaled": "5 a: f32[8] = aten.add.Tensor(r, q, alpha=2)",
-    "with another term": "5 a: f32[8] = aten.add.Tensor(r, s)",
-    "of two shards": "5 a: f32[8] = aten.add.Tensor(r, o)",
-    "of a product": "5 a: f32[8] = aten.mul.Tensor(r, q)",
-}
-
-
-def assert_declined(text: str) -> None:
-    """The graph stays as it is, and the log names each reduce_grad that goes through autograd."""
-    with unittest.TestCase().assertLogs("fsdp_passes", "WARNING") as logs:
-        assert applied(LowerReduceGrad(), text) == canonical(text)
-    assert [("reduce_grad" in line, "through autograd" in line) for line in logs.output] == [(True, True)] * (
-        text.count("reduce_grad")
-    )
 
 
 @pytest.mark.parametrize("reason", DECLINED)
-def test_lower_reduce_grad_declines_and_says_so(reason: str) -> None:
-    assert_declined(DECLINED[reason])
+def test_lower_reduce_grad_declines_what_is_no_plain_gradient(reason: str) -> None:
+    gm = graph(DECLINED[reason])
+    assert LowerReduceGrad().apply(gm) == [Declined("up", "r", "it is no plain gradient of its shard")]
+    assert dump(gm) == canonical(DECLINED[reason])
 
 
-@pytest.mark.parametrize("kind", NOT_A_SUM)
-def test_lower_reduce_grad_leaves_what_is_no_sum_of_one_shard(kind: str) -> None:
-    text = f"""
-        0 s: f32[8] = input(shard="up")
-        1 p: f32[8] = input(shard="down")
-        2 g: f32[16] = input()
-        3 r: f32[8] = fsdp_opt.reduce_grad(g, s, 2)
-        4 q: f32[8] = fsdp_opt.reduce_grad(g, s, 2)
-        5 o: f32[8] = fsdp_opt.reduce_grad(g, p, 2)
-        {NOT_A_SUM[kind]}
-        6 return (a,)
-        """
-    assert_declined(text)
+def test_the_driver_returns_and_logs_what_was_declined() -> None:
+    gm = graph(DECLINED["returned twice"])
+    with unittest.TestCase().assertLogs("fsdp_passes", "WARNING") as logs:
+        declined = run_passes(gm, passes_of("bwd", Options()), 2, lambda stage, gm: None)
+    assert declined == (Declined("up", "r", "it is no plain gradient of its shard"),)
+    assert [line.partition(":")[2] for line in logs.output] == [
+        "fsdp_passes.ir.passes:r of unit 'up' is left as it is: it is no plain gradient of its shard"
+    ]
 
 
-@pytest.mark.parametrize("text", [GRADIENT, TWO_GRADIENTS])
-def test_accumulated_and_reduced_is_what_reduce_grad_gave(text: str) -> None:
-    gm = graph(text)
+def test_accumulated_and_reduced_is_what_reduce_grad_gave() -> None:
+    gm = graph(GRADIENT)
     inputs = random_inputs(gm)
     expected = gm(*inputs)[-1]
     apply(LowerReduceGrad(), gm)

@@ -9,6 +9,7 @@ import torch
 from fsdp_passes.schedule.plan import (
     Accumulate,
     Gather,
+    GradSlice,
     Plan,
     Reduce,
     Release,
@@ -30,7 +31,9 @@ STEPS: tuple[Step, ...] = (
     Gather("full", "s", torch.bfloat16, 16),
     Wait("full"),
     Run(0, ("full",), ("y",)),
-    Run(1, (), ("a", "b")),
+    GradSlice("slice", "s", 0, (2, 3), torch.float32),
+    GradSlice("scalar", "s", 2, (), torch.float32, separate=True),
+    Run(1, ("slice", "scalar"), ("a", "b")),
     Release("full"),
     Run(2, ("y", "b"), (), ("y",)),
     Accumulate("a", "s", (0, 2), ("a",)),
@@ -58,14 +61,16 @@ plan bwd (s, _, x)
    0 issue   full: bf16[16] = gather(s)
    1 wait    full
    2 run     y = region_0(full)
-   3 run     a, b = region_1()
-   4 release full
-   5 run     region_2(y, b) drop (y)
-   6         accumulate(a, s, [0, 2]) drop (a)
-   7         accumulate(b, s, None)
-   8         accumulate(b, s, []) drop (b)
-   9 issue   reduce(s)
-  10         return (x, None, 3, -0.5, True)
+   3         slice: f32[2,3] = grad_slice(s, 0)
+   4         scalar: f32[] = grad_slice(s, 2, separate)
+   5 run     a, b = region_1(slice, scalar)
+   6 release full
+   7 run     region_2(y, b) drop (y)
+   8         accumulate(a, s, [0, 2]) drop (a)
+   9         accumulate(b, s, None)
+  10         accumulate(b, s, []) drop (b)
+  11 issue   reduce(s)
+  12         return (x, None, 3, -0.5, True)
 
 region_0:
    0         x: bf16[16] = input()
@@ -118,13 +123,15 @@ def test_numbers_without_a_literal_load_back(output: float) -> None:
 
 
 def test_indices_and_blank_lines_are_for_readers() -> None:
-    text = dump_plan(a_plan()).replace("   5 run ", "\n  77 run ")
+    text = dump_plan(a_plan()).replace("   7 run ", "\n  77 run ")
     assert load_plan(text).steps == STEPS
 
 
 def test_collectives_of_a_plan() -> None:
     assert a_plan().gathers == (STEPS[0],)
     assert a_plan().reductions == (STEPS[-1],)
+    assert a_plan().shards == ("s",)
+    assert a_plan().grad_slices == STEPS[3:5]
 
 
 HEAD = "plan fwd (x)\n"

@@ -302,11 +302,27 @@ def test_functions_of_sharded_models_refuse_a_plain_one(function: Callable[[nn.M
         function(nn.Linear(2, 2))
 
 
-KNOWN = "grad_path, codegen, verify, dump_dir"
+KNOWN = "grad_path, accumulate_bytes, wgrad, codegen, verify, dump_dir"
 _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"gradpath": "cat"}, f"options: expected names among {KNOWN}, got 'gradpath'"),
     "unknown among known": ({"verify": 2, "Verify": 2}, f"options: expected names among {KNOWN}, got 'Verify'"),
-    "grad_path": ({"grad_path": "dog"}, "options['grad_path']: expected one of ('cat',), got 'dog'"),
+    "grad_path": (
+        {"grad_path": "dog"},
+        "options['grad_path']: expected one of ('views', 'cat_last', 'cat'), got 'dog'",
+    ),
+    "accumulate_bytes": (
+        {"accumulate_bytes": -1},
+        "options['accumulate_bytes']: expected None or a number of bytes, got -1",
+    ),
+    "a fraction of a byte": (
+        {"accumulate_bytes": 0.5},
+        "options['accumulate_bytes']: expected None or a number of bytes, got 0.5",
+    ),
+    "wgrad": ({"wgrad": "bf16"}, "options['wgrad']: expected one of ('round', 'fp32'), got 'bf16'"),
+    "products without slices": (
+        {"wgrad": "fp32", "grad_path": "cat"},
+        "options['wgrad']: expected 'round' with grad_path='cat', which has no slices, got 'fp32'",
+    ),
     "codegen": ({"codegen": "c"}, "options['codegen']: expected one of ('inductor', 'fx'), got 'c'"),
     "verify": ({"verify": 3}, "options['verify']: expected one of (0, 1, 2), got 3"),
     "bool for a number": ({"verify": True}, "options['verify']: expected one of (0, 1, 2), got True"),
@@ -330,7 +346,7 @@ def test_options_that_are_no_mapping() -> None:
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FSDP_PASSES_DUMP", raising=False)
-    assert Options.parse(None) == Options.parse({}) == Options("cat", "inductor", 1, None)
+    assert Options.parse(None) == Options.parse({}) == Options("views", None, "round", "inductor", 1, None)
 
 
 def test_the_dump_folder_comes_from_the_environment_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:

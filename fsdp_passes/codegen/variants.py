@@ -1,0 +1,73 @@
+"""The regions of one plan. One that writes gradients has two variants: its writes copy, or they add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_passes._compat import emulate_eager, graph_module
+from fsdp_passes.codegen.compile import Region, compile_regions
+from fsdp_passes.ir.nodes import calls, operand
+from fsdp_passes.ir.ops import GRAD_MM, GRAD_WRITE, GRADIENT_WRITES
+
+
+class Regions:
+    """Each region as a function of one list of inputs that it empties.
+
+    Compiled at once, unless a region writes gradients: then all of them when they first run, in the variants that run.
+    emulated: Inductor emulates the roundings of eager, as it did when the graph was captured.
+    """
+
+    def __init__(self, graphs: Sequence[fx.GraphModule], codegen: str, direction: str, emulated: bool = False) -> None:
+        self._graphs, self._codegen, self._direction, self._emulated = graphs, codegen, direction, emulated
+        self._compiled: dict[tuple[int, bool], Region] = {}
+        self._writes = [writes_gradients(graph) for graph in graphs]
+        if not any(self._writes):
+            self.compile(dict.fromkeys(range(len(graphs)), True))
+
+    @property
+    def complete(self) -> bool:
+        """Whether each region is compiled in all its variants."""
+        return len(self._compiled) == len(self._graphs) + sum(self._writes)
+
+    def compile(self, first: Mapping[int, bool]) -> None:
+        """Have these regions ready, by number, in these variants: True, the writes copy; False, they add."""
+        wanted = {(number, copies or not self._writes[number]): None for number, copies in first.items()}
+        missing = [each for each in wanted if each not in self._compiled]
+        if not missing:
+            return
+        graphs = [write_variant(self._graphs[number], copies) for number, copies in missing]
+        names = [f"region_{number} of {self._direction}" for number, _ in missing]
+        with emulate_eager(self._emulated):
+            self._compiled.update(zip(missing, compile_regions(graphs, self._codegen, names), strict=True))
+
+    def __call__(self, number: int, first: bool, inputs: list[Any]) -> Sequence[Any]:
+        if (number, first) not in self._compiled:
+            self.compile({number: first})
+        return self._compiled[number, first](inputs)
+
+
+def writes_gradients(graph: fx.GraphModule) -> bool:
+    return any(calls(graph.graph, target) for target in GRADIENT_WRITES)
+
+
+def write_variant(region: fx.GraphModule, first: bool) -> fx.GraphModule:
+    """`region` with writes that copy into the slices of gradients, or that add to them.
+
+    before   grad_write(slice, g); grad_mm(slice_1, a, b)
+    after    copy_(slice, g); grad_mm(slice_1, a, b, first=True)      add_(slice, g); grad_mm(slice_1, a, b)
+    """
+    if not writes_gradients(region):
+        return region
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in region.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    for write in calls(graph, GRAD_WRITE):
+        write.target = torch.ops.aten.copy_.default if first else torch.ops.aten.add_.Tensor
+        write.meta["val"] = operand(write).meta["val"]
+    for product in calls(graph, GRAD_MM):
+        product.kwargs = {"first": first}
+    return graph_module(region, graph, "region")

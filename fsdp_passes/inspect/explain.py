@@ -1,0 +1,77 @@
+"""What the compiler did with the graphs of a model: so far, with its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from fsdp_passes.ir.ops import ShardInput
+from fsdp_passes.ir.passes import Declined
+from fsdp_passes.schedule.plan import Accumulate, Plan
+from fsdp_passes.sharding.state import sharded_state
+
+
+@dataclass(frozen=True)
+class UnitGradients:
+    """One flat group in one backward graph. `unit` is that of the model for which the graph was compiled.
+
+    num_written: gradients that are written where they are added up.
+    concatenated: whether they are concatenated instead, and added up as a whole.
+    """
+
+    unit: str
+    num_written: int
+    concatenated: bool
+
+
+@dataclass(frozen=True, eq=False)
+class GraphReport:
+    """`direction`: "fwd" or "bwd". `declined`: what passes left as it was, and why."""
+
+    direction: str
+    num_gathers: int
+    num_regions: int
+    gradients: tuple[UnitGradients, ...]
+    declined: tuple[Declined, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.direction}: {self.num_gathers} gathers, {self.num_regions} regions"]
+        for each in self.gradients:
+            how = "concatenated" if each.concatenated else f"{each.num_written} written into slices"
+            lines.append(f"  {each.unit}: {how}")
+        lines += [f"  {left.unit}: {left.node} is left as it is: {left.reason}" for left in self.declined]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The graphs that ran, in the order of their first run. `str()` of it is a text."""
+
+    graphs: tuple[GraphReport, ...]
+
+    @property
+    def declined(self) -> tuple[Declined, ...]:
+        return tuple(left for graph in self.graphs for left in graph.declined)
+
+    def __str__(self) -> str:
+        return "\n".join(f"graph {number} {graph}" for number, graph in enumerate(self.graphs)) or "no graph ran yet"
+
+
+def explain(model: nn.Module) -> Explanation:
+    """What was compiled for `model`, after its first step. Equal blocks that are compiled one by one share a graph."""
+    graphs = sharded_state(model).graphs
+    return Explanation(tuple(graph for graph in graphs if isinstance(graph, GraphReport)))
+
+
+def report(graph: fx.Graph, plan: Plan, declined: Sequence[Declined]) -> GraphReport:
+    """`graph` is the one from which `plan` was cut: its inputs know their units."""
+    facts = {node.name: node.meta.get("fsdp") for node in graph.find_nodes(op="placeholder")}
+    units = {name: fact.unit for name, fact in facts.items() if isinstance(fact, ShardInput)}
+    gradients = []
+    for shard in (step.shard for step in plan.reductions):
+        whole = any(isinstance(step, Accumulate) and step.shard == shard for step in plan.steps)
+        num_written = sum(step.shard == shard for step in plan.grad_slices)
+        gradients.append(UnitGradients(units[shard], num_written, whole))
+    return GraphReport(plan.direction, len(plan.gathers), len(plan.regions), tuple(gradients), tuple(declined))

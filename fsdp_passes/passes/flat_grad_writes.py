@@ -1,0 +1,115 @@
+"""From gradients that are concatenated to gradients that are written where they are added up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from fsdp_passes.ir.alias import source, written
+from fsdp_passes.ir.nodes import call, is_fresh_zeros, operand, operands
+from fsdp_passes.ir.ops import GRAD_MM, GRAD_SLICE, GRAD_WRITE
+from fsdp_passes.ir.passes import Declined, Pass
+from fsdp_passes.passes.lower_reduce_grad import decline, find_reductions, reduce_after
+
+aten = torch.ops.aten
+_CAT = aten.cat.default
+_MM = aten.mm.default
+# They keep values and their order: a write reads through them, so that no copy is made for it.
+_SAME_VALUES = (
+    aten.reshape.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.clone.default,
+    aten.contiguous.default,
+)
+
+
+@dataclass(frozen=True)
+class FlatGradWrites(Pass):
+    """Write each gradient into its slice of the flat sum of gradients, as soon as it is computed.
+
+    before   m = mm(t, x); v = reshape(m, [64]); c = cat([v, zeros, b]); r = reduce_grad(c, s, 2); return r
+    after    m = mm(t, x); grad_write(grad_slice(s, 0, [8, 8]), m); grad_write(grad_slice(s, 2, [16]), b); reduce(s)
+             return None
+
+    Whether a write copies or adds, and whether the reduction communicates, is decided when the graph runs. A piece that
+    autograd filled with zeros has no gradient, and is not written.
+    separate ("cat_last"): a slice is a tensor of its own, and the reduction concatenates; else a view of one buffer.
+    sum_products (wgrad="fp32"): a product that is nothing but a gradient is added up in its slice's fp32, unrounded.
+
+    Keeps: every value, bit for bit, without sum_products.
+    Costs: nothing; there is no tensor of the group's size but the buffer.
+    Declines: a gradient that is no cat, or that somebody else reads; LowerReduceGrad takes it as a whole.
+    """
+
+    separate: bool = False
+    sum_products: bool = False
+
+    def apply(self, gm: fx.GraphModule) -> list[Declined]:
+        declined: list[Declined] = []
+        changing = {source(node) for node in written(gm.graph)}
+        for reduction in find_reductions(gm.graph):
+            reason = why_not(reduction)
+            if reason:
+                declined.append(decline(reduction, reason))
+                continue
+            cat = operand(reduction)
+            pieces = [(i, piece) for i, piece in enumerate(operands(cat)) if not is_fresh_zeros(piece)]
+            pieces.sort(key=lambda piece: find_gradient(piece[1]))  # names then count in the order of the graph
+            writes = [self._write(reduction, i, piece, changing) for i, piece in pieces]
+            reduce_after(max(writes, default=cat), reduction)
+        return declined
+
+    def _write(self, reduction: fx.Node, number: int, piece: fx.Node, changing: set[fx.Node]) -> fx.Node:
+        """Write `piece`, piece `number` of the cat that `reduction` reduces, where it is computed."""
+        graph, cat, shard = reduction.graph, operand(reduction), operand(reduction, 1)
+        dtype = reduction.kwargs.get("reduce_dtype") or shard.meta["val"].dtype
+        assert isinstance(dtype, torch.dtype)
+        gradient = find_gradient(piece)
+        settled = source(gradient) not in changing
+        if not settled:  # only in the cat's place it is sure to be what the cat saw
+            gradient = piece
+        shape, options = list(gradient.meta["val"].shape), {"separate": True} if self.separate else {}
+        with graph.inserting_before(_first_after(gradient) if settled else cat):
+            slice_ = call(graph, GRAD_SLICE, shard, number, shape, dtype, **options)
+            if self.sum_products and settled and is_product_for(gradient, piece, cat, dtype):
+                return call(graph, GRAD_MM, slice_, *gradient.args)
+            return call(graph, GRAD_WRITE, slice_, gradient)
+
+
+def why_not(reduction: fx.Node) -> str:
+    """Why the gradient that `reduction` reduces cannot be written in pieces; empty: it can."""
+    full_grad = operand(reduction)
+    if full_grad.target is not _CAT:
+        return f"{full_grad} is no cat"
+    if len(full_grad.users) > 1:
+        return f"{', '.join(user.name for user in full_grad.users if user is not reduction)} reads {full_grad}, too"
+    return ""
+
+
+def find_gradient(piece: fx.Node) -> fx.Node:
+    """What was reshaped to `piece`, in the shape in which it was computed."""
+    while piece.target in _SAME_VALUES and all(isinstance(size, int) for size in operand(piece).meta["val"].shape):
+        piece = operand(piece)
+    return piece
+
+
+def is_product_for(gradient: fx.Node, piece: fx.Node, cat: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether `gradient` is a product that nobody but this piece of `cat` reads, and `dtype` adds up in fp32."""
+    if gradient.target is not _MM or dtype != torch.float32 or operands(cat).count(piece) > 1:
+        return False
+    while piece is not gradient:
+        if len(piece.users) > 1:
+            return False
+        piece = operand(piece)
+    return len(gradient.users) == 1
+
+
+def _first_after(node: fx.Node) -> fx.Node:
+    """The node after `node`; after an input, the first that is none."""
+    node = node.next
+    while node.op == "placeholder":
+        node = node.next
+    return node
