@@ -35,7 +35,7 @@ class Regions:
 
     def compile(self, first: Mapping[int, bool]) -> None:
         """Have these regions ready, by number, in these variants: True, the writes copy; False, they add."""
-        wanted = {(number, copies or not self._writes[number]): None for number, copies in first.items()}
+        wanted = [self._key(number, copies) for number, copies in first.items()]
         missing = [each for each in wanted if each not in self._compiled]
         if not missing:
             return
@@ -45,9 +45,13 @@ class Regions:
             self._compiled.update(zip(missing, compile_regions(graphs, self._codegen, names), strict=True))
 
     def __call__(self, number: int, first: bool, inputs: list[Any]) -> Sequence[Any]:
-        if (number, first) not in self._compiled:
+        if self._key(number, first) not in self._compiled:
             self.compile({number: first})
-        return self._compiled[number, first](inputs)
+        return self._compiled[self._key(number, first)](inputs)
+
+    def _key(self, number: int, first: bool) -> tuple[int, bool]:
+        """A region without writes has one variant."""
+        return number, first or not self._writes[number]
 
 
 def writes_gradients(graph: fx.GraphModule) -> bool:

@@ -18,12 +18,12 @@ class UnitGradients:
     """One flat group in one backward graph. `unit` is that of the model for which the graph was compiled.
 
     num_written: gradients that are written where they are added up.
-    concatenated: whether they are concatenated instead, and added up as a whole.
+    whole: they are added up as one tensor of the group's size instead.
     """
 
     unit: str
     num_written: int
-    concatenated: bool
+    whole: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class GraphReport:
     def __str__(self) -> str:
         lines = [f"{self.direction}: {self.num_gathers} gathers, {self.num_regions} regions"]
         for each in self.gradients:
-            how = "concatenated" if each.concatenated else f"{each.num_written} written into slices"
+            how = "added up as a whole" if each.whole else f"{each.num_written} written into slices"
             lines.append(f"  {each.unit}: {how}")
         lines += [f"  {left.unit}: {left.node} is left as it is: {left.reason}" for left in self.declined]
         return "\n".join(lines)

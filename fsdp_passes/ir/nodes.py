@@ -70,11 +70,11 @@ def call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 
 def erase_unused(node: fx.Node) -> None:
-    """Erase `node`, which nobody reads, and what was computed for it alone by operators that can be repeated."""
+    """Erase `node`, which nobody reads, and what pure operators computed for it alone."""
     operands = node.all_input_nodes
     node.graph.erase_node(node)
     for argument in operands:
-        if not argument.users and is_repeatable(argument):
+        if not argument.users and is_pure(argument):
             erase_unused(argument)
 
 

@@ -57,7 +57,7 @@ class FlatGradWrites(Pass):
                 continue
             cat = operand(reduction)
             pieces = [(i, piece) for i, piece in enumerate(operands(cat)) if not is_fresh_zeros(piece)]
-            pieces.sort(key=lambda piece: find_gradient(piece[1]))  # names then count in the order of the graph
+            pieces.sort(key=lambda piece: find_chain(piece[1])[-1])  # names then count in the order of the graph
             writes = [self._write(reduction, i, piece, changing) for i, piece in pieces]
             reduce_after(max(writes, default=cat), reduction)
         return declined
@@ -67,14 +67,13 @@ class FlatGradWrites(Pass):
         graph, cat, shard = reduction.graph, operand(reduction), operand(reduction, 1)
         dtype = reduction.kwargs.get("reduce_dtype") or shard.meta["val"].dtype
         assert isinstance(dtype, torch.dtype)
-        gradient = find_gradient(piece)
-        settled = source(gradient) not in changing
-        if not settled:  # only in the cat's place it is sure to be what the cat saw
-            gradient = piece
+        chain = find_chain(piece)
+        settled = not any(source(node) in changing for node in chain)
+        gradient = chain[-1] if settled else piece  # only in the cat's place it is sure to be what the cat saw
         shape, options = list(gradient.meta["val"].shape), {"separate": True} if self.separate else {}
         with graph.inserting_before(_first_after(gradient) if settled else cat):
             slice_ = call(graph, GRAD_SLICE, shard, number, shape, dtype, **options)
-            if self.sum_products and settled and is_product_for(gradient, piece, cat, dtype):
+            if self.sum_products and settled and is_product_for(chain, cat, dtype):
                 return call(graph, GRAD_MM, slice_, *gradient.args)
             return call(graph, GRAD_WRITE, slice_, gradient)
 
@@ -89,22 +88,19 @@ def why_not(reduction: fx.Node) -> str:
     return ""
 
 
-def find_gradient(piece: fx.Node) -> fx.Node:
-    """What was reshaped to `piece`, in the shape in which it was computed."""
-    while piece.target in _SAME_VALUES and all(isinstance(size, int) for size in operand(piece).meta["val"].shape):
-        piece = operand(piece)
-    return piece
+def find_chain(piece: fx.Node) -> list[fx.Node]:
+    """From `piece` back to the gradient that was reshaped to it, in the shape in which that was computed."""
+    chain = [piece]
+    while chain[-1].target in _SAME_VALUES and all(isinstance(n, int) for n in operand(chain[-1]).meta["val"].shape):
+        chain.append(operand(chain[-1]))
+    return chain
 
 
-def is_product_for(gradient: fx.Node, piece: fx.Node, cat: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether `gradient` is a product that nobody but this piece of `cat` reads, and `dtype` adds up in fp32."""
-    if gradient.target is not _MM or dtype != torch.float32 or operands(cat).count(piece) > 1:
+def is_product_for(chain: list[fx.Node], cat: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether the gradient is a product that nobody but this piece of `cat` reads, and `dtype` adds up in fp32."""
+    if chain[-1].target is not _MM or dtype != torch.float32 or operands(cat).count(chain[0]) > 1:
         return False
-    while piece is not gradient:
-        if len(piece.users) > 1:
-            return False
-        piece = operand(piece)
-    return len(gradient.users) == 1
+    return all(len(node.users) == 1 for node in chain)
 
 
 def _first_after(node: fx.Node) -> fx.Node:

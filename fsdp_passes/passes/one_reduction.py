@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_passes.ir.alias import source, written
 from fsdp_passes.ir.nodes import call, calls, erase_unused, is_fresh_zeros, operand, operands, results
 from fsdp_passes.ir.ops import REDUCE_GRAD
 from fsdp_passes.ir.passes import Pass
@@ -24,17 +25,22 @@ class OneReduction(Pass):
     after    return reduce_grad(cat([add(a, c), b]), s, 2)
 
     Keeps: the order of the additions, which are in the compute dtype, as those of several uses of a parameter are.
-    Declines: a sum of anything else than reductions of one shard, or than cats of equal pieces; it stays as it is.
+    Declines: a sum of anything else than reductions of one shard, or than cats of equal pieces, and of what the graph
+        writes into, which must be read before that; it stays as it is.
     """
 
     def apply(self, gm: fx.GraphModule) -> None:
+        changing = {source(node) for node in written(gm.graph)}
         for result in results(gm.graph):
             reductions = find_terms(result, REDUCE_GRAD)
-            if len({(reduction.args[1:], *reduction.kwargs.items()) for reduction in reductions}) == 1:
+            kinds = {(each.args[1:], *each.kwargs.items()) for each in reductions}
+            if len(kinds) == 1 and changing.isdisjoint(source(operand(each)) for each in reductions):
                 _reduce_sum(result, reductions)
         for reduction in calls(gm.graph, REDUCE_GRAD):
             cats = find_terms(operand(reduction), _CAT)
-            if len({tuple(len(piece.meta["val"]) for piece in operands(cat)) for cat in cats}) == 1:
+            pieces = [piece for cat in cats for piece in operands(cat)]
+            sizes = {tuple(len(piece.meta["val"]) for piece in operands(cat)) for cat in cats}
+            if len(sizes) == 1 and changing.isdisjoint(map(source, pieces)):
                 _sum_pieces(operand(reduction), cats)
 
 
