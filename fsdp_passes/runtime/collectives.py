@@ -1,6 +1,6 @@
 """The collectives that are issued, each asynchronous and over 1-D buffers.
 
-gloo and NCCL both run these; a buffer must not be written between issue and wait.
+gloo and NCCL both run these; a buffer must not be written between issue and wait. Among one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -23,16 +23,28 @@ def wire_view(buffer: Tensor) -> Tensor:
     return buffer if buffer.dtype in _WIRE_DTYPES else buffer.view(torch.uint8)
 
 
-def issue_all_gather(full: Tensor, piece: Tensor, group: dist.ProcessGroup) -> dist.Work:
+class Done:
+    """The work of what needed none."""
+
+    def wait(self) -> None:
+        pass
+
+
+def issue_all_gather(full: Tensor, piece: Tensor, group: dist.ProcessGroup) -> dist.Work | Done:
     """Fill `full` (world_size x piece elements, same dtype) with every rank's `piece`."""
+    if group.size() == 1:
+        full.copy_(piece)
+        return Done()
     return _all_gather(wire_view(full), wire_view(piece), group=group, async_op=True)
 
 
-def issue_reduce_scatter(piece: Tensor, full: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Sum `full` over ranks; this rank's 1/world_size of it lands in `piece` (same dtype)."""
-    if full.is_complex():
-        piece, full = torch.view_as_real(piece).view(-1), torch.view_as_real(full).view(-1)
-    return _reduce_scatter(piece, full, group=group, async_op=True)
+def issue_reduce_scatter(full: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | Done]:
+    """Sum `full` over ranks, in place: returns this rank's 1/world_size of it, where its piece of the sum will be."""
+    piece = full.chunk(group.size())[group.rank()]
+    if group.size() == 1:
+        return piece, Done()
+    received, sent = (torch.view_as_real(each).view(-1) if each.is_complex() else each for each in (piece, full))
+    return piece, _reduce_scatter(received, sent, group=group, async_op=True)
 
 
 def any_rank(flags: Sequence[bool], device: torch.device, group: dist.ProcessGroup) -> list[bool]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsdp_passes._compat import profiler_span
 from fsdp_passes.ir.ops import owner_of
+from fsdp_passes.runtime.collectives import Done
 from fsdp_passes.schedule.plan import Accumulate, Gather, GradSlice, Plan, Reduce, Release, Run, Wait
 from fsdp_passes.sharding.grad_buffer import GradSlot, prepare
 from fsdp_passes.sharding.group import FlatGroup
@@ -49,7 +50,7 @@ class Executor:
     def __call__(self, arguments: list[Any]) -> tuple[Any, ...]:
         values = {name: value for name, value in zip(self.plan.inputs, arguments, strict=True) if name}
         arguments.clear()
-        works: dict[str, dist.Work] = {}
+        works: dict[str, dist.Work | Done] = {}
         slots: dict[str, GradSlot] = {}
         self._announce(values)
         for step in self.plan.steps:

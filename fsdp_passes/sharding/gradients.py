@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_passes.runtime.collectives import issue_reduce_scatter
+from fsdp_passes.runtime.collectives import Done, issue_reduce_scatter
 from fsdp_passes.sharding.grad_buffer import GradBuffer, GradSlot
 from fsdp_passes.sharding.param import ShardedParam
 from fsdp_passes.sharding.pending import PendingGrad
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class _Reduction:
     """A reduce-scatter in flight; `piece` is a part of the buffer, which nobody else holds."""
 
-    work: dist.Work | None  # None: there is one rank
     piece: Tensor
+    work: dist.Work | Done
     params: frozenset[int]
 
 
@@ -75,18 +75,15 @@ class GroupGradients:
     def issue_reduce(self) -> None:
         """Start the reduce-scatter of what was accumulated."""
         assert self.buffer is not None and self._in_flight is None
-        params = frozenset(self._written())
-        full = self.buffer.take()
-        self.buffer = None
-        self._in_flight = self._issue(full, params)
+        params, full, self.buffer = frozenset(self._written()), self.buffer.take(), None
+        self._in_flight = _Reduction(*issue_reduce_scatter(full, self.group.process_group), params)
 
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight, if there is one, and add it to what was reduced in this window."""
         if self._in_flight is None:
             return
         reduction, self._in_flight = self._in_flight, None
-        if reduction.work is not None:
-            reduction.work.wait()
+        reduction.work.wait()
         if self.reduced is None:
             self.reduced = self._own(reduction.piece)
         else:
@@ -110,16 +107,10 @@ class GroupGradients:
 
     def reduce_now(self, full_grad: Tensor) -> Tensor:
         """Mean over ranks of this rank's piece of `full_grad`, in the shard's dtype; nothing is remembered."""
-        reduction = self._issue(full_grad.to(self.group.reduce_dtype, copy=True), frozenset())
-        if reduction.work is not None:
-            reduction.work.wait()
-        return self._mean(self._own(reduction.piece))
-
-    def _issue(self, full: Tensor, params: frozenset[int]) -> _Reduction:
-        """Reduce `full` in place."""
-        group, elems = self.group.process_group, self.group.layout.shard_elems
-        piece = full[group.rank() * elems : (group.rank() + 1) * elems]
-        return _Reduction(issue_reduce_scatter(piece, full, group) if group.size() > 1 else None, piece, params)
+        full = full_grad.to(self.group.reduce_dtype, copy=True)  # the reduction works in place
+        piece, work = issue_reduce_scatter(full, self.group.process_group)
+        work.wait()
+        return self._mean(self._own(piece))
 
     def _own(self, piece: Tensor) -> Tensor:
         """A part of a buffer as a tensor of its own, so that the buffer is free; the part of one rank is the whole."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_passes._compat import backward_reaches
 from fsdp_passes.ir.ops import set_owner
-from fsdp_passes.runtime.collectives import issue_all_gather
+from fsdp_passes.runtime.collectives import Done, issue_all_gather
 from fsdp_passes.sharding.grad_buffer import GradSlot
 from fsdp_passes.sharding.gradients import GroupGradients
 from fsdp_passes.sharding.layout import Layout
@@ -78,7 +78,7 @@ class FlatGroup:
             self._wire = (version, self.shard.detach().to(dtype))
         return self._wire[1]
 
-    def issue_gather(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work]:
+    def issue_gather(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work | Done]:
         """A buffer of `layout.full_elems` elements that is readable after the returned work's wait."""
         full = torch.empty(self.layout.full_elems, dtype=dtype, device=self.shard.device)
         return full, issue_all_gather(full, self.wire_shard(dtype), self.process_group)
