@@ -48,6 +48,13 @@ class SimulatedGroup:
     def wants_gradient(self) -> bool:
         return True
 
+    @property
+    def gradients(self) -> SimulatedGroup:
+        return self
+
+    def drop_blank_buffer(self) -> None:
+        pass
+
     def grad_slot(self, piece: int, shape: tuple[int, ...], dtype: torch.dtype, separate: bool) -> GradSlot:
         """Memory that holds NaN until it is written."""
         flat = self.grads.setdefault(piece, torch.full((math.prod(shape),), torch.nan, dtype=dtype))
@@ -75,7 +82,7 @@ class SimulatedGroup:
 
 class SimulatedModel:
     def __init__(self) -> None:
-        self.graphs: dict[object, None] = {}
+        self.reports: dict[object, None] = {}
         self.accumulate_bytes: int | None = None
 
     def limit_accumulation(self, accumulate_bytes: int | None) -> None:

@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fsdp_passes._compat import graph_module
-from fsdp_passes.ir.alias import is_view, source, written
+from fsdp_passes.ir.alias import changing, is_view, source
 from fsdp_passes.ir.nodes import is_constant, is_repeatable, operand, operands, results
 from fsdp_passes.ir.ops import ACCUMULATE, COMMUNICATION, GATHER, GRAD_SLICE, REDUCE, RELEASE, WAIT
 from fsdp_passes.schedule.plan import (
@@ -70,7 +70,7 @@ def _find_repeated(graph: fx.Graph) -> set[fx.Node]:
 
     What is made of sizes alone, as zeros([4]), is a constant, too.
     """
-    owners = {source(node) for node in written(graph)}
+    owners = changing(graph)
     returned = set(graph.output_node().all_input_nodes)
 
     def is_repeated(node: fx.Node) -> bool:

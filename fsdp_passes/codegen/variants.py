@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from fsdp_passes._compat import emulate_eager, graph_module
 from fsdp_passes.codegen.compile import Region, compile_regions
@@ -17,7 +18,9 @@ from fsdp_passes.ir.ops import GRAD_MM, GRAD_WRITE, GRADIENT_WRITES
 class Regions:
     """Each region as a function of one list of inputs that it empties.
 
-    Compiled at once, unless a region writes gradients: then all of them when they first run, in the variants that run.
+    Compiled at once, unless some write gradients: then all of them when they first run, in the variants that run. What
+    has symbolic sizes is always compiled at once, in all its variants: code may take things for granted about sizes,
+    which only become guards while the graph is compiled.
     emulated: Inductor emulates the roundings of eager, as it did when the graph was captured.
     """
 
@@ -25,8 +28,9 @@ class Regions:
         self._graphs, self._codegen, self._direction, self._emulated = graphs, codegen, direction, emulated
         self._compiled: dict[tuple[int, bool], Region] = {}
         self._writes = [writes_gradients(graph) for graph in graphs]
-        if not any(self._writes):
-            self.compile(dict.fromkeys(range(len(graphs)), True))
+        early = [n for n, graph in enumerate(graphs) if not any(self._writes) or has_symbols(graph)]
+        for first in (True, False):
+            self.compile(dict.fromkeys(early, first))
 
     @property
     def complete(self) -> bool:
@@ -40,7 +44,7 @@ class Regions:
         if not missing:
             return
         graphs = [write_variant(self._graphs[number], copies) for number, copies in missing]
-        names = [f"region_{number} of {self._direction}" for number, _ in missing]
+        names = [f"region_{n} of {self._direction}{'' if copies else ', adding'}" for n, copies in missing]
         with emulate_eager(self._emulated):
             self._compiled.update(zip(missing, compile_regions(graphs, self._codegen, names), strict=True))
 
@@ -52,6 +56,10 @@ class Regions:
     def _key(self, number: int, first: bool) -> tuple[int, bool]:
         """A region without writes has one variant."""
         return number, first or not self._writes[number]
+
+
+def has_symbols(graph: fx.GraphModule) -> bool:
+    return any(free_symbols(node.meta.get("val")) for node in graph.graph.find_nodes(op="placeholder"))
 
 
 def writes_gradients(graph: fx.GraphModule) -> bool:

@@ -64,6 +64,11 @@ def writes(node: fx.Node) -> set[fx.Node]:
     return found
 
 
+def changing(graph: fx.Graph) -> set[fx.Node]:
+    """Owners of the memory that some operator of the graph writes into: what they hold depends on when it is read."""
+    return {source(node) for node in written(graph)}
+
+
 def written(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that some operator of the graph writes into."""
     return {argument for node in graph.nodes for argument in writes(node)}

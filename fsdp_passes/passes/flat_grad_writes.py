@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fsdp_passes.ir.alias import source, written
+from fsdp_passes.ir.alias import changing, source
 from fsdp_passes.ir.nodes import call, is_fresh_zeros, operand, operands
 from fsdp_passes.ir.ops import GRAD_MM, GRAD_SLICE, GRAD_WRITE
 from fsdp_passes.ir.passes import Declined, Pass
@@ -40,7 +40,7 @@ class FlatGradWrites(Pass):
     sum_products (wgrad="fp32"): a product that is nothing but a gradient is added up in its slice's fp32, unrounded.
 
     Keeps: every value, bit for bit, without sum_products.
-    Costs: nothing; there is no tensor of the group's size but the buffer.
+    Costs: nothing; without separate there is no tensor of the group's size but the buffer.
     Declines: a gradient that is no cat, or that somebody else reads; LowerReduceGrad takes it as a whole.
     """
 
@@ -49,7 +49,7 @@ class FlatGradWrites(Pass):
 
     def apply(self, gm: fx.GraphModule) -> list[Declined]:
         declined: list[Declined] = []
-        changing = {source(node) for node in written(gm.graph)}
+        changing_memory = changing(gm.graph)
         for reduction in find_reductions(gm.graph):
             reason = why_not(reduction)
             if reason:
@@ -58,17 +58,17 @@ class FlatGradWrites(Pass):
             cat = operand(reduction)
             pieces = [(i, piece) for i, piece in enumerate(operands(cat)) if not is_fresh_zeros(piece)]
             pieces.sort(key=lambda piece: find_chain(piece[1])[-1])  # names then count in the order of the graph
-            writes = [self._write(reduction, i, piece, changing) for i, piece in pieces]
+            writes = [self._write(reduction, i, piece, changing_memory) for i, piece in pieces]
             reduce_after(max(writes, default=cat), reduction)
         return declined
 
-    def _write(self, reduction: fx.Node, number: int, piece: fx.Node, changing: set[fx.Node]) -> fx.Node:
+    def _write(self, reduction: fx.Node, number: int, piece: fx.Node, changing_memory: set[fx.Node]) -> fx.Node:
         """Write `piece`, piece `number` of the cat that `reduction` reduces, where it is computed."""
         graph, cat, shard = reduction.graph, operand(reduction), operand(reduction, 1)
         dtype = reduction.kwargs.get("reduce_dtype") or shard.meta["val"].dtype
         assert isinstance(dtype, torch.dtype)
         chain = find_chain(piece)
-        settled = not any(source(node) in changing for node in chain)
+        settled = not any(source(node) in changing_memory for node in chain)
         gradient = chain[-1] if settled else piece  # only in the cat's place it is sure to be what the cat saw
         shape, options = list(gradient.meta["val"].shape), {"separate": True} if self.separate else {}
         with graph.inserting_before(_first_after(gradient) if settled else cat):
@@ -82,9 +82,10 @@ def why_not(reduction: fx.Node) -> str:
     """Why the gradient that `reduction` reduces cannot be written in pieces; empty: it can."""
     full_grad = operand(reduction)
     if full_grad.target is not _CAT:
-        return f"{full_grad} is no cat"
+        return f"{full_grad} is no cat; it is added up as a whole"
     if len(full_grad.users) > 1:
-        return f"{', '.join(user.name for user in full_grad.users if user is not reduction)} reads {full_grad}, too"
+        readers = ", ".join(user.name for user in full_grad.users if user is not reduction)
+        return f"{readers} reads {full_grad}, too; it is added up as a whole"
     return ""
 
 
@@ -97,8 +98,10 @@ def find_chain(piece: fx.Node) -> list[fx.Node]:
 
 
 def is_product_for(chain: list[fx.Node], cat: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether the gradient is a product that nobody but this piece of `cat` reads, and `dtype` adds up in fp32."""
+    """Whether the gradient is a product that only this piece of `cat` reads, and `dtype` is fp32 and no less exact."""
     if chain[-1].target is not _MM or dtype != torch.float32 or operands(cat).count(chain[0]) > 1:
+        return False
+    if chain[-1].meta["val"].dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
     return all(len(node.users) == 1 for node in chain)
 

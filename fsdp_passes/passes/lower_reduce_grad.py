@@ -32,7 +32,8 @@ class LowerReduceGrad(Pass):
             with gm.graph.inserting_before(reduction):
                 accumulate = call(gm.graph, ACCUMULATE, full_grad, shard, find_pieces(full_grad))
             reduce_after(accumulate, reduction)
-        return [decline(node, "it is no plain gradient of its shard") for node in calls(gm.graph, REDUCE_GRAD)]
+        reason = "not only the output reads it; it goes through autograd, and is reduced in every backward"
+        return [decline(node, reason) for node in calls(gm.graph, REDUCE_GRAD)]
 
 
 def find_reductions(graph: fx.Graph) -> list[fx.Node]:

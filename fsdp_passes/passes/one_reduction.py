@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_passes.ir.alias import source, written
+from fsdp_passes.ir.alias import changing, source
 from fsdp_passes.ir.nodes import call, calls, erase_unused, is_fresh_zeros, operand, operands, results
 from fsdp_passes.ir.ops import REDUCE_GRAD
 from fsdp_passes.ir.passes import Pass
@@ -26,21 +26,21 @@ class OneReduction(Pass):
 
     Keeps: the order of the additions, which are in the compute dtype, as those of several uses of a parameter are.
     Declines: a sum of anything else than reductions of one shard, or than cats of equal pieces, and of what the graph
-        writes into, which must be read before that; it stays as it is.
+        writes into, which must be read before that; it stays as it is, and later passes say so.
     """
 
     def apply(self, gm: fx.GraphModule) -> None:
-        changing = {source(node) for node in written(gm.graph)}
+        changing_memory = changing(gm.graph)
         for result in results(gm.graph):
             reductions = find_terms(result, REDUCE_GRAD)
             kinds = {(each.args[1:], *each.kwargs.items()) for each in reductions}
-            if len(kinds) == 1 and changing.isdisjoint(source(operand(each)) for each in reductions):
+            if len(kinds) == 1 and changing_memory.isdisjoint(source(operand(each)) for each in reductions):
                 _reduce_sum(result, reductions)
         for reduction in calls(gm.graph, REDUCE_GRAD):
             cats = find_terms(operand(reduction), _CAT)
             pieces = [piece for cat in cats for piece in operands(cat)]
             sizes = {tuple(len(piece.meta["val"]) for piece in operands(cat)) for cat in cats}
-            if len(sizes) == 1 and changing.isdisjoint(map(source, pieces)):
+            if len(sizes) == 1 and changing_memory.isdisjoint(map(source, pieces)):
                 _sum_pieces(operand(reduction), cats)
 
 

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_passes._compat import profiler_span
-from fsdp_passes.ir.ops import owner_of
+from fsdp_passes.ir.ops import is_shard, owner_of
 from fsdp_passes.runtime.collectives import Done
 from fsdp_passes.schedule.plan import Accumulate, Gather, GradSlice, Plan, Reduce, Release, Run, Wait
 from fsdp_passes.sharding.grad_buffer import GradSlot, prepare
 from fsdp_passes.sharding.group import FlatGroup
 
 
-class Regions(Protocol):
-    """As in codegen.variants."""
+class RegionCaller(Protocol):
+    """The compiled regions of a plan: codegen.variants.Regions."""
 
     @property
     def complete(self) -> bool: ...
@@ -40,7 +40,7 @@ class Executor:
     """
 
     def __init__(
-        self, plan: Plan, regions: Regions, accumulate_bytes: int | None = None, report: object | None = None
+        self, plan: Plan, regions: RegionCaller, accumulate_bytes: int | None = None, report: object | None = None
     ) -> None:
         self.plan = plan
         self._regions, self._accumulate_bytes, self._report = regions, accumulate_bytes, report
@@ -50,9 +50,19 @@ class Executor:
     def __call__(self, arguments: list[Any]) -> tuple[Any, ...]:
         values = {name: value for name, value in zip(self.plan.inputs, arguments, strict=True) if name}
         arguments.clear()
+        groups = [_group(value) for value in values.values() if is_shard(value)]
+        self._announce(groups, values)
+        try:
+            self._run_steps(values)
+        except BaseException:
+            for group in groups:
+                group.gradients.drop_blank_buffer()
+            raise
+        return tuple(values[out] if isinstance(out, str) else out for out in self.plan.outputs)
+
+    def _run_steps(self, values: dict[str, Any]) -> None:
         works: dict[str, dist.Work | Done] = {}
         slots: dict[str, GradSlot] = {}
-        self._announce(values)
         for step in self.plan.steps:
             match step:
                 case Gather():
@@ -71,13 +81,11 @@ class Executor:
                     _accumulate(step, values)
                 case Reduce():
                     _reduce(step, values)
-        return tuple(values[out] if isinstance(out, str) else out for out in self.plan.outputs)
 
-    def _announce(self, values: dict[str, Any]) -> None:
+    def _announce(self, groups: Sequence[FlatGroup], values: dict[str, Any]) -> None:
         """Tell the models what is about to run, and have the regions ready."""
-        for shard in self.plan.shards:
-            group = _group(values[shard])
-            group.model.graphs[self._report] = None
+        for group in groups:
+            group.model.reports[self._report] = None
             if self.plan.trains:
                 group.model.limit_accumulation(self._accumulate_bytes)
                 group.expect_backward()

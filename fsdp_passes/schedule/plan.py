@@ -53,7 +53,10 @@ class Release:
 
 @dataclass(frozen=True)
 class GradSlice:
-    """For the next `Run` only. `separate`: a tensor of its own, which the reduction concatenates."""
+    """For the next `Run` only. `separate`: a tensor of its own, which the reduction concatenates.
+
+    `dtype` is the reduce dtype.
+    """
 
     name: str
     shard: str
@@ -92,11 +95,6 @@ class Plan:
     outputs: tuple[Output, ...]
     regions: tuple[fx.GraphModule, ...]
     trains: bool = False  # a forward whose backward is to come
-
-    @property
-    def shards(self) -> tuple[str, ...]:
-        """What is gathered or reduced, each once."""
-        return tuple(dict.fromkeys(step.shard for step in self.steps if isinstance(step, Gather | Reduce)))
 
     @property
     def gathers(self) -> tuple[Gather, ...]:

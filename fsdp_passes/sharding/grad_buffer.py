@@ -21,7 +21,7 @@ class GradBuffer:
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device, separate: bool = False) -> None:
         self.written: set[int] = set()
-        self._sizes = layout.sizes
+        self._sizes, self._params = layout.sizes, layout.pieces
         self._offsets = tuple(itertools.accumulate(layout.sizes, initial=0))
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._flat = None if separate else self._like.new_empty(layout.full_elems)
@@ -41,7 +41,8 @@ class GradBuffer:
         else:
             self._flat = self._like.new_empty(self._offsets[-1]) if self._flat is None else self._flat
             self._flat.copy_(full_grad)
-        self.written.update(range(len(self._sizes)) if pieces is None else pieces)
+        self._separate.clear()
+        self.written.update(self._params if pieces is None else pieces)
 
     def take(self) -> Tensor:
         """The sum for the whole group: 1-D, full elements, zeros where nothing was written."""

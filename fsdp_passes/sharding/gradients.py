@@ -46,6 +46,7 @@ class GroupGradients:
     def __init__(self, group: FlatGroup) -> None:
         self.group = group
         self.buffer: GradBuffer | None = None
+        self.differentiated = False  # by a graph since the last reduction, with or without a gradient
         self.reduced: Tensor | None = None
         self.reduced_params: set[int] = set()  # with a gradient in `reduced`; other ranks were not asked yet
         self.settled: set[int] = set()  # with a gradient in shard.grad
@@ -72,10 +73,17 @@ class GroupGradients:
         """Add `full_grad` (1-D, full elements); `pieces` of the layout were differentiated (None: all)."""
         self.open().add(full_grad.detach(), pieces)
 
+    def drop_blank_buffer(self) -> None:
+        """An exception came before the first write."""
+        if self.buffer is not None and not self.buffer.written:
+            self.buffer = None
+
     def issue_reduce(self) -> None:
-        """Start the reduce-scatter of what was accumulated."""
-        assert self.buffer is not None and self._in_flight is None
-        params, full, self.buffer = frozenset(self._written()), self.buffer.take(), None
+        """Start the reduce-scatter of what was accumulated; of zeros if that is nothing."""
+        assert self._in_flight is None
+        buffer = self.open()
+        params = frozenset(i for i, piece in enumerate(self.group.layout.pieces) if piece in buffer.written)
+        self.buffer, self.differentiated, full = None, False, buffer.take()
         self._in_flight = _Reduction(*issue_reduce_scatter(full, self.group.process_group), params)
 
     def finish_reduce(self) -> None:
@@ -121,22 +129,18 @@ class GroupGradients:
         divided = piece.div_(self.group.model.gradient_divide_factor(self.group.layout.world_size))
         return divided.to(self.group.shard.dtype)
 
-    def _written(self) -> set[int]:
-        """Parameters with a gradient in the buffer."""
-        written = set() if self.buffer is None else self.buffer.written
-        return {index for index, piece in enumerate(self.group.layout.pieces) if piece in written}
-
     def grad_of(self, index: int) -> Tensor | None:
         param = self.group.params[index]
-        if index in self._written() | self._unsettled():
+        written = self.buffer is not None and self.group.layout.pieces[index] in self.buffer.written
+        if written or self._is_unsettled(index):
             return PendingGrad(param, self.group.unit)
         if index not in self.settled or self.group.shard.grad is None:
             return None
         return ShardedParam(self.group.local(self.group.shard.grad, index), param.place, is_param=False)
 
-    def _unsettled(self) -> set[int]:
-        """Parameters whose reduction was issued, but whose window is not over."""
-        return self.reduced_params if self._in_flight is None else self.reduced_params | self._in_flight.params
+    def _is_unsettled(self, index: int) -> bool:
+        """Whether the parameter's reduction was issued, but its window is not over."""
+        return index in self.reduced_params or (self._in_flight is not None and index in self._in_flight.params)
 
     def set_grad(self, index: int, grad: Tensor | None) -> None:
         """None discards what this parameter has accumulated or reduced; a tensor sharded alike replaces it."""
@@ -153,7 +157,7 @@ class GroupGradients:
         if self.buffer is not None:
             self.buffer.written.discard(self.group.layout.pieces[index])
             self.buffer = self.buffer if self.buffer.written else None
-        if index in self._unsettled():
+        if self._is_unsettled(index):
             self.finish_reduce()
             self.reduced_params.discard(index)
             self.reduced = self._without(self.reduced, index, self.reduced_params)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_passes._compat import backward_reaches
+from fsdp_passes._compat import backward_reaches, running_backward
 from fsdp_passes.ir.ops import set_owner
 from fsdp_passes.runtime.collectives import Done, issue_all_gather
 from fsdp_passes.sharding.grad_buffer import GradSlot
@@ -99,8 +99,9 @@ class FlatGroup:
         return self.layout.full_elems * self.reduce_dtype.itemsize if self.shard.requires_grad else 0
 
     def expect_backward(self) -> None:
-        """A forward, whose backward accumulates a gradient of this group, ran."""
-        self.gradients.forwards += 1
+        """A forward, whose backward accumulates a gradient of this group, ran; a checkpoint's second run is none."""
+        if running_backward() is None:
+            self.gradients.forwards += 1
 
     def wants_gradient(self) -> bool:
         """Asked in a backward: whether it is for parameters, too, or for the gradients of other tensors only."""
@@ -127,7 +128,7 @@ class FlatGroup:
 
         A group without any gradient takes part, with zeros: on another rank it may have one.
         """
-        self.gradients.open()
+        self.gradients.differentiated = True
         self.model.reduce_after_backward()
         if self.gradients.forwards == 1:
             self.model.issue_reduce(self)

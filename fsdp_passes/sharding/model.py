@@ -26,9 +26,9 @@ class ShardedModel:
         self.groups: list[FlatGroup] = []
         self.requires_sync = True
         self.divide_factor: float | None = None
-        self.accumulate_bytes: int | None = None
         self.deferred_units: frozenset[str] | None = None  # None: all
-        self.graphs: dict[object, None] = {}  # what the backend says of the graphs that ran, in order
+        self.reports: dict[object, None] = {}  # what the backend says of the graphs that ran, in order
+        self._deferred_by_limit: dict[int | None, frozenset[str] | None] = {None: None}
         self._reducing: FlatGroup | None = None
         self._gathered: dict[int, _Gathered] | None = None  # while an eager forward runs
         self._recomputing: int | None = None  # the backward whose recomputation opened that forward
@@ -50,16 +50,14 @@ class ShardedModel:
 
     def limit_accumulation(self, accumulate_bytes: int | None) -> None:
         """From now on a rank holds only so many bytes of unreduced gradients between microbatches (None: no limit)."""
-        if accumulate_bytes == self.accumulate_bytes:
-            return
-        self.accumulate_bytes, self.deferred_units = accumulate_bytes, None
-        if accumulate_bytes is not None:
-            self.deferred_units = choose_deferred(self.full_grad_bytes(), accumulate_bytes)
+        if accumulate_bytes is not None and accumulate_bytes not in self._deferred_by_limit:
+            self._deferred_by_limit[accumulate_bytes] = choose_deferred(self.full_grad_bytes(), accumulate_bytes)
+        self.deferred_units = self._deferred_by_limit[accumulate_bytes]
 
     def full_grad_bytes(self) -> dict[str, int]:
         """What the gradients of each trained unit take unreduced."""
         bytes_of: dict[str, int] = {}
-        for group in (group for group in self.groups if group.shard.requires_grad):
+        for group in (group for group in self.groups if group.full_grad_bytes):
             bytes_of[group.unit] = bytes_of.get(group.unit, 0) + group.full_grad_bytes
         return bytes_of
 
@@ -78,7 +76,8 @@ class ShardedModel:
 
     def issue_reduce(self, group: FlatGroup) -> None:
         """Start a group's reduction and end the one before it: one full buffer in flight, not all of them."""
-        if group.gradients.buffer is None or (self.defers(group.unit) and not self.requires_sync):
+        idle = group.gradients.buffer is None and not group.gradients.differentiated
+        if idle or (self.defers(group.unit) and not self.requires_sync):
             return
         self._finish_reduce()
         group.gradients.issue_reduce()

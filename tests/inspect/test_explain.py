@@ -96,10 +96,10 @@ graph 1 bwd: 1 gathers, 2 regions
 graph 0 fwd: 1 gathers, 1 regions
 graph 1 bwd: 0 gathers, 1 regions
   up: added up as a whole
-  up: reduce_grad is left as it is: mul_1 is no cat""",
+  up: reduce_grad is left as it is: mul_1 is no cat; it is added up as a whole""",
         )
         (left,) = fsdp.explain(model).declined
-        assert left == Declined("up", "reduce_grad", "mul_1 is no cat")
+        assert left == Declined("up", "reduce_grad", "mul_1 is no cat; it is added up as a whole")
 
     def test_a_summary_tells_which_units_reduce_in_every_backward(self) -> None:
         model = two_units()
@@ -191,8 +191,8 @@ class TestReport(expecttest.TestCase):
 bwd: 0 gathers, 2 regions
   up: 1 written into slices
   down: added up as a whole
-  down: q is left as it is: v is no cat
-  head: l is left as it is: it is no plain gradient of its shard""",
+  down: q is left as it is: v is no cat; it is added up as a whole
+  head: l is left as it is: not only the output reads it; it goes through autograd, and is reduced in every backward""",
         )
 
     def test_the_reference_concatenates(self) -> None:
@@ -202,7 +202,7 @@ bwd: 0 gathers, 2 regions
 bwd: 0 gathers, 2 regions
   up: added up as a whole
   down: added up as a whole
-  head: l is left as it is: it is no plain gradient of its shard""",
+  head: l is left as it is: not only the output reads it; it goes through autograd, and is reduced in every backward""",
         )
 
 
@@ -210,6 +210,7 @@ def test_what_is_declined_is_logged() -> None:
     with expecttest.TestCase().assertLogs("fsdp_passes", "WARNING") as logs:
         reported(BACKWARD)
     assert [record.getMessage() for record in logs.records] == [
-        "q of unit 'down' is left as it is: v is no cat",
-        "l of unit 'head' is left as it is: it is no plain gradient of its shard",
+        "q of unit 'down' is left as it is: v is no cat; it is added up as a whole",
+        "l of unit 'head' is left as it is: not only the output reads it; it goes through autograd, and is reduced "
+        "in every backward",
     ]

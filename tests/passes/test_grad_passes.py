@@ -536,22 +536,25 @@ _REDUCED = "4 r: f32[8] = fsdp_opt.reduce_grad(c, s, 2)"
 _NEG = "5 n: f32[16] = aten.neg(c)"
 # The lines after the cat, what is returned, and the reason; without one FlatGradWrites says nothing.
 LEFT: dict[str, tuple[str, str, list[Declined]]] = {
-    "no cat": (_REDUCED.replace("(c,", "(g,"), "r,", [Declined("up", "r", "g is no cat")]),
+    "no cat": (_REDUCED.replace("(c,", "(g,"), "r,", [Declined("up", "r", "g is no cat; it is added up as a whole")]),
     "a sum of cats": (
         "4 d: f32[16] = aten.cat([g])\n    5 a: f32[16] = aten.add.Tensor(c, d)\n    " + _REDUCED.replace("(c,", "(a,"),
         "r,",
-        [Declined("up", "r", "a is no cat")],
+        [Declined("up", "r", "a is no cat; it is added up as a whole")],
     ),
     "others read the cat": (
         f"{_REDUCED}\n    {_NEG}\n    6 o: f32[16] = aten.exp(c)",
         "r, n, o",
-        [Declined("up", "r", "n, o reads c, too")],
+        [Declined("up", "r", "n, o reads c, too; it is added up as a whole")],
     ),
-    "the cat is returned": (_REDUCED, "c, r", [Declined("up", "r", "output reads c, too")]),
+    "the cat is returned": (_REDUCED, "c, r", [Declined("up", "r", "output reads c, too; it is added up as a whole")]),
     "two units reduce the cat": (
         f"{_REDUCED}\n    5 q: f32[8] = fsdp_opt.reduce_grad(c, p, 2)",
         "r, q",
-        [Declined("up", "r", "q reads c, too"), Declined("down", "q", "r reads c, too")],
+        [
+            Declined("up", "r", "q reads c, too; it is added up as a whole"),
+            Declined("down", "q", "r reads c, too; it is added up as a whole"),
+        ],
     ),
     "another node reads the gradient": (f"{_REDUCED}\n    5 n: f32[8] = aten.neg(r)", "r, n", []),
     "the gradient is returned twice": (_REDUCED, "r, r", []),
@@ -571,7 +574,7 @@ def test_flat_grad_writes_declines_and_says_why(each: FlatGradWrites, kind: str)
 def test_one_unit_may_be_declined_and_another_written() -> None:
     lines = f"{_REDUCED}\n    5 q: f32[8] = fsdp_opt.reduce_grad(g, p, 2)"
     gm = graph(_CAT.format(lines, "r, q"))
-    assert apply(VIEWS, gm) == [Declined("down", "q", "g is no cat")]
+    assert apply(VIEWS, gm) == [Declined("down", "q", "g is no cat; it is added up as a whole")]
     assert [operand(slice_).name for slice_ in calls(gm.graph, GRAD_SLICE)] == ["s"]
     assert [operand(left, 1).name for left in calls(gm.graph, REDUCE_GRAD)] == ["p"]
 

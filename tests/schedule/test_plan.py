@@ -130,7 +130,6 @@ def test_indices_and_blank_lines_are_for_readers() -> None:
 def test_collectives_of_a_plan() -> None:
     assert a_plan().gathers == (STEPS[0],)
     assert a_plan().reductions == (STEPS[-1],)
-    assert a_plan().shards == ("s",)
     assert a_plan().grad_slices == STEPS[3:5]
 
 
