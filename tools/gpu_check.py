@@ -171,10 +171,8 @@ def main() -> int:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         different = find_different(sizes, device)
         print(f"{name}, torch {torch.__version__}")
-        print(
-            f"{'NO ' if different else 'yes'}  gradients are those of cat, bit for bit {' '.join(different)}",
-            flush=True,
-        )
+        verdict = f"NO   not bit for bit those of cat: {different}" if different else "yes  those of cat, bit for bit"
+        print(f"{verdict}: gradients of 3 microbatches, fx", flush=True)
         results: dict[str, Any] = {"device": name, "torch": torch.__version__, "sizes": asdict(sizes)}
         results |= {"microbatches": flags.microbatches, "different": different, "rows": []}
         rows: list[Row] = []

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fsdp_passes.ir.nodes import call, calls, erase_unused, is_fresh_zeros, operand, operands, results, set_results
+from fsdp_passes.ir.nodes import (
+    attribute,
+    call,
+    calls,
+    erase_unused,
+    is_fresh_zeros,
+    operand,
+    operands,
+    results,
+    set_results,
+)
 from fsdp_passes.ir.ops import ACCUMULATE, REDUCE, REDUCE_GRAD, ShardInput
 from fsdp_passes.ir.passes import Declined, Pass
 
@@ -23,7 +33,8 @@ class LowerReduceGrad(Pass):
     zeros has none. Whether the reduction communicates is decided when the graph runs (no_sync).
 
     Keeps: every value.
-    Declines: a reduce_grad that anything but the output reads; it stays, and goes through autograd in every backward.
+    Declines: a reduce_grad that anything but the output reads, or that is in a graph that this one calls (torch.cond);
+        it stays, and goes through autograd in every backward.
     """
 
     def apply(self, gm: fx.GraphModule) -> list[Declined]:
@@ -32,8 +43,25 @@ class LowerReduceGrad(Pass):
             with gm.graph.inserting_before(reduction):
                 accumulate = call(gm.graph, ACCUMULATE, full_grad, shard, find_pieces(full_grad))
             reduce_after(accumulate, reduction)
-        reason = "not only the output reads it; it goes through autograd, and is reduced in every backward"
-        return [decline(node, reason) for node in calls(gm.graph, REDUCE_GRAD)]
+        fate = "it goes through autograd, and is reduced in every backward"
+        left = [decline(node, f"not only the output reads it; {fate}") for node in calls(gm.graph, REDUCE_GRAD)]
+        return left + [
+            Declined(_units_of(body), body.name, f"a graph that is called computes a gradient; {fate}")
+            for body in gm.graph.find_nodes(op="get_attr")
+            if _reduces(attribute(gm, body))
+        ]
+
+
+def _reduces(body: object) -> bool:
+    """Whether `body` is a graph that reduces a gradient, or calls one that does."""
+    graphs = body.modules() if isinstance(body, fx.GraphModule) else ()
+    return any(isinstance(each, fx.GraphModule) and calls(each.graph, REDUCE_GRAD) for each in graphs)
+
+
+def _units_of(body: fx.Node) -> str:
+    """The units whose shards are given to a graph that is called."""
+    given = [argument.meta.get("fsdp") for user in body.users for argument in user.all_input_nodes]
+    return ", ".join(sorted({fact.unit for fact in given if isinstance(fact, ShardInput)}))
 
 
 def find_reductions(graph: fx.Graph) -> list[fx.Node]:

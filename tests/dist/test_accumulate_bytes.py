@@ -107,8 +107,18 @@ def window(model: Any, run: Callable[..., Tensor], calls: tuple[str, ...] = ("ab
 def microbatch(
     model: Any, run: Callable[..., Tensor], seen: Window, number: int, sync: bool, names: str = "abc"
 ) -> None:
-    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-    loss = run(torch.randn(5, 8, generator=generator), names)
+    backward(model, forward(run, number, names), seen, sync)
+
+
+def forward(run: Callable[..., Tensor], number: int, names: str = "abc") -> Tensor:
+    return run(inputs(number, dist.get_rank()), names)
+
+
+def inputs(number: int, rank: int) -> Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def backward(model: Any, loss: Tensor, seen: Window, sync: bool) -> None:
     with contextlib.nullcontext() if sync else model.no_sync(), _Reductions() as reductions:
         loss.backward()
     units = {size // 4: unit for unit, size in BYTES.items()}
@@ -200,8 +210,7 @@ def _unsharded(calls: tuple[str, ...]) -> dict[str, Tensor | None]:
     model = build(Stack)
     for number, names in enumerate(calls):
         for rank in range(2):
-            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * number + rank))
-            (model(x, names) / 2).backward()
+            (model(inputs(number, rank), names) / 2).backward()
     return {name: param.grad for name, param in model.named_parameters()}
 
 
@@ -238,13 +247,14 @@ def test_zero_grad_in_the_middle_of_a_window_discards(limit: int, set_to_none: b
 
 
 def _two_models() -> list[list[str]]:
-    """Models of the same code, with a limit each, whose microbatches alternate."""
+    """Models of the same code, with a limit each: forwards of both, then backwards of both."""
     models = [sharded(), sharded()]
     runs = [whole_model(model, accumulate_bytes=limit) for model, limit in zip(models, (0, None), strict=True)]
     windows = [Window(), Window()]
     for number in range(3):
-        for model, run, seen in zip(models, runs, windows, strict=True):
-            microbatch(model, run, seen, number, sync=number == 2)
+        losses = [forward(run, number) for run in runs]
+        for model, loss, seen in zip(models, losses, windows, strict=True):
+            backward(model, loss, seen, sync=number == 2)
     return [seen.reduced for seen in windows]
 
 
