@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import fnmatch
 import functools
 import re
 import subprocess
@@ -185,6 +186,15 @@ def test_the_readmes_table_of_options() -> None:
     rows = re.findall(r"^\| `(\w+)` \| `(.+?)` \|", readme, re.MULTILINE)
     assert [name for name, _ in rows] == [field.name for field in dataclasses.fields(Options)]
     assert {name: ast.literal_eval(default) for name, default in rows} == dataclasses.asdict(Options())
+
+
+def test_pytest_leaves_no_folder_of_tests_out(pytestconfig: pytest.Config) -> None:
+    """Its default leaves out folders that are called dist."""
+    tests = Path(__file__).parent
+    folders = {folder for path in tests.rglob("test_*.py") for folder in path.relative_to(tests).parts[:-1]}
+    left_out = pytestconfig.getini("norecursedirs")
+    assert "dist" in folders
+    assert [folder for folder in folders if any(fnmatch.fnmatch(folder, pattern) for pattern in left_out)] == []
 
 
 def test_public_names() -> None:

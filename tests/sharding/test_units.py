@@ -223,14 +223,15 @@ class TestSummary(expecttest.TestCase):
         self.assertExpectedInline(
             str(fsdp.summary(model)),
             """\
-unit      group               parameters  elements  padding  gathered    shard  after forward
-embed     f32 as bf16                  1        88       40     256 B    256 B        reshard
-blocks.0  f32 as bf16                  5       220      292   1,024 B  1,024 B        reshard
-blocks.1  f32 as bf16                  5       220      292   1,024 B  1,024 B        reshard
-root      f32 as bf16                  1         8      120     256 B    256 B           keep
-root      f32 as bf16 frozen           1         8      120     256 B    256 B           keep
-head      f32 as bf16                  1        88       40     256 B    256 B        reshard
-5 units, 6 flat groups, 2 ranks""",
+unit      group               parameters  elements  padding  gathered    shard  after forward  accumulated
+embed     f32 as bf16                  1        88       40     256 B    256 B        reshard        512 B
+blocks.0  f32 as bf16                  5       220      292   1,024 B  1,024 B        reshard      2,048 B
+blocks.1  f32 as bf16                  5       220      292   1,024 B  1,024 B        reshard      2,048 B
+root      f32 as bf16                  1         8      120     256 B    256 B           keep        512 B
+root      f32 as bf16 frozen           1         8      120     256 B    256 B           keep          0 B
+head      f32 as bf16                  1        88       40     256 B    256 B        reshard        512 B
+5 units, 6 flat groups, 2 ranks
+5,632 B of unreduced gradients between microbatches""",
         )
 
     def test_text_of_a_dominant_unit(self) -> None:
@@ -238,10 +239,11 @@ head      f32 as bf16                  1        88       40     256 B    256 B  
         self.assertExpectedInline(
             str(fsdp.summary(model)),
             """\
-unit  group  parameters  elements  padding  gathered    shard  after forward
-0     f32             1       800       32   3,328 B  1,664 B        reshard
-1     f32             2        18       46     256 B    128 B        reshard
+unit  group  parameters  elements  padding  gathered    shard  after forward  accumulated
+0     f32             1       800       32   3,328 B  1,664 B        reshard      3,328 B
+1     f32             2        18       46     256 B    128 B        reshard        256 B
 2 units, 2 flat groups, 2 ranks
+3,584 B of unreduced gradients between microbatches
 unit '0' holds most of the model: its gather has no computation to overlap with; name smaller units (units=...)""",
         )
 
