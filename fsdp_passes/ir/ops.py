@@ -196,12 +196,14 @@ def _fake_grad_mm(slice: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -
 
 @torch.library.impl(_library, "grad_mm", "CompositeExplicitAutograd")
 def _grad_mm(slice: Tensor, a: Tensor, b: Tensor, *, first: bool = False) -> None:
-    """CUDA's products take bf16 and add up in fp32; the CPU's need fp32 operands."""
-    beta = 0 if first else 1
-    if slice.is_cuda and a.dtype != slice.dtype:
-        torch.ops.aten.addmm.dtype_out(slice, a, b, slice.dtype, beta=beta, out=slice)
+    """CUDA's products take bf16 and add up in fp32; the CPU's need fp32 operands. In fp32 there is nothing to round."""
+    if a.dtype == slice.dtype:
+        product = torch.mm(a, b)
+        slice.copy_(product) if first else slice.add_(product)
+    elif slice.is_cuda:
+        torch.ops.aten.addmm.dtype_out(slice, a, b, slice.dtype, beta=0 if first else 1, out=slice)
     else:
-        torch.addmm(slice, a.to(slice.dtype), b.to(slice.dtype), beta=beta, out=slice)
+        torch.addmm(slice, a.to(slice.dtype), b.to(slice.dtype), beta=0 if first else 1, out=slice)
 
 
 def _keep_for_backward(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Tensor) -> None:
