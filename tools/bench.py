@@ -12,9 +12,8 @@ turn in one process, window by window, each on a model of its own with the same 
 import argparse
 import contextlib
 import json
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from parallel import process_group
 from torch import Tensor, nn
 
 import fsdp_passes as fsdp
@@ -111,23 +111,6 @@ def build(
                 (loss / microbatches).backward()
 
     return model, window
-
-
-@contextlib.contextmanager
-def process_group(device_flag: str) -> Iterator[torch.device]:
-    """Join torchrun's ranks, or make a group of one; gives this rank's device, "cpu" or "cuda"."""
-    device = torch.device(device_flag, int(os.environ.get("LOCAL_RANK", 0))) if device_flag == "cuda" else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    backend = "gloo" if device is None else "nccl"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield torch.device("cpu") if device is None else device
-    finally:
-        dist.destroy_process_group()
 
 
 def timed(window: Window, microbatches: int, device: torch.device) -> tuple[float, float]:

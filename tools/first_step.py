@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import train
+from parallel import process_group
 from rich.console import Console
 from rich.table import Table
 from torch._dynamo.utils import counters
@@ -75,7 +76,7 @@ def cpu_seconds() -> float:
 def measure(train_flags: list[str]) -> Result:
     """CPU seconds by phase of a first step in this process, and how many regions there were."""
     flags = train.parse_flags(train_flags)
-    with train.process_group("cpu") as device:
+    with process_group("cpu") as device:
         step, _ = train.build_step(flags, device)
         clock = PhaseClock()
         for (module, name), phase in WRAPPED.items():

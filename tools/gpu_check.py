@@ -14,14 +14,15 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench import GRAD_PATHS, Sizes, build, positive, process_group, synchronize, text_table
+from bench import GRAD_PATHS, Sizes, build, positive, text_table, timed
 from memory import open_meter
+from parallel import process_group
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -108,7 +109,7 @@ def measure(
         rest, seconds = meter.live_bytes(), []
         for _ in range(flags.repeats):
             drop_gradients(model)
-            seconds.append(_seconds(window, flags.microbatches, device))
+            seconds.append(timed(window, flags.microbatches, device)[0])
         peak, reserved = meter.peak_bytes(), _peak_reserved(device)
         got = gradients(model)
         expected += [] if expected else got
@@ -116,14 +117,6 @@ def measure(
         del model, window
     median = torch.tensor(seconds, dtype=torch.float64).quantile(0.5).item()
     return Row(grad_path, wgrad, rest, peak, reserved, median, difference)
-
-
-def _seconds(window: Callable[[int], None], microbatches: int, device: torch.device) -> float:
-    synchronize(device)
-    start = time.perf_counter()
-    window(microbatches)
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def _forget_peaks(device: torch.device) -> None:

@@ -9,7 +9,6 @@ import ast
 import contextlib
 import functools
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from corpus import VOCAB_SIZE, read_corpus, token_batches
 from display import step_display
 from memory import Meter, open_meter
-from parallel import BACKENDS, Setup, Trainee, prepare
+from parallel import BACKENDS, Setup, Trainee, prepare, process_group
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -110,24 +109,6 @@ def build_model(flags: argparse.Namespace) -> LlamaForCausalLM:
     if flags.checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
-
-
-@contextlib.contextmanager
-def process_group(device_flag: str) -> Iterator[torch.device]:
-    """Join torchrun's ranks, or make a group of one; gives this rank's device."""
-    use_cuda = device_flag == "cuda" or (device_flag == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if use_cuda else torch.device("cpu")
-    if use_cuda:
-        torch.cuda.set_device(device)
-    backend = "nccl" if use_cuda else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
 
 
 def run_step(

@@ -114,40 +114,22 @@ COMMUNICATION = frozenset({GATHER, WAIT, RELEASE, ACCUMULATE, REDUCE})
 
 
 @torch.library.impl(_library, "unshard", "CompositeExplicitAutograd")
-def _unshard(
-    shard: Tensor,
-    world_size: int,
-    dtype: torch.dtype,
-    *,
-    reshard: bool = True,
-    reduce_dtype: torch.dtype | None = None,
-) -> Tensor:
+def _unshard(shard: Tensor, world_size: int, dtype: torch.dtype, **for_passes: Any) -> Tensor:
     return owner_of(shard).gather(dtype)
 
 
 @torch.library.impl(_library, "reduce_grad", "CompositeExplicitAutograd")
-def _reduce_grad(
-    full_grad: Tensor, shard: Tensor, world_size: int, *, reduce_dtype: torch.dtype | None = None
-) -> Tensor:
+def _reduce_grad(full_grad: Tensor, shard: Tensor, world_size: int, **for_passes: Any) -> Tensor:
     return owner_of(shard).reduce(full_grad)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::unshard", lib=_library)
-def _fake_unshard(
-    shard: Tensor,
-    world_size: int,
-    dtype: torch.dtype,
-    *,
-    reshard: bool = True,
-    reduce_dtype: torch.dtype | None = None,
-) -> Tensor:
+def _fake_unshard(shard: Tensor, world_size: int, dtype: torch.dtype, **for_passes: Any) -> Tensor:
     return shard.new_empty(shard.numel() * world_size, dtype=dtype)
 
 
 @torch.library.register_fake(f"{NAMESPACE}::reduce_grad", lib=_library)
-def _fake_reduce_grad(
-    full_grad: Tensor, shard: Tensor, world_size: int, *, reduce_dtype: torch.dtype | None = None
-) -> Tensor:
+def _fake_reduce_grad(full_grad: Tensor, shard: Tensor, world_size: int, **for_passes: Any) -> Tensor:
     return torch.empty_like(shard)
 
 

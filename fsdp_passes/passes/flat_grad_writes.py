@@ -56,20 +56,19 @@ class FlatGradWrites(Pass):
                 declined.append(decline(reduction, reason))
                 continue
             cat = operand(reduction)
-            pieces = [(i, piece) for i, piece in enumerate(operands(cat)) if not is_fresh_zeros(piece)]
-            pieces.sort(key=lambda piece: find_chain(piece[1])[-1])  # names then count in the order of the graph
-            writes = [self._write(reduction, i, piece, changing_memory) for i, piece in pieces]
+            chains = [(i, find_chain(piece)) for i, piece in enumerate(operands(cat)) if not is_fresh_zeros(piece)]
+            chains.sort(key=lambda each: each[1][-1])  # names then count in the order of the graph
+            writes = [self._write(reduction, i, chain, changing_memory) for i, chain in chains]
             reduce_after(max(writes, default=cat), reduction)
         return declined
 
-    def _write(self, reduction: fx.Node, number: int, piece: fx.Node, changing_memory: set[fx.Node]) -> fx.Node:
-        """Write `piece`, piece `number` of the cat that `reduction` reduces, where it is computed."""
+    def _write(self, reduction: fx.Node, number: int, chain: list[fx.Node], changing_memory: set[fx.Node]) -> fx.Node:
+        """Write piece `number` of the cat that `reduction` reduces where it is computed: `chain` leads back there."""
         graph, cat, shard = reduction.graph, operand(reduction), operand(reduction, 1)
         dtype = reduction.kwargs.get("reduce_dtype") or shard.meta["val"].dtype
         assert isinstance(dtype, torch.dtype)
-        chain = find_chain(piece)
         settled = not any(source(node) in changing_memory for node in chain)
-        gradient = chain[-1] if settled else piece  # only in the cat's place it is sure to be what the cat saw
+        gradient = chain[-1] if settled else chain[0]  # only in the cat's place it is sure to be what the cat saw
         shape, options = list(gradient.meta["val"].shape), {"separate": True} if self.separate else {}
         with graph.inserting_before(_first_after(gradient) if settled else cat):
             slice_ = call(graph, GRAD_SLICE, shard, number, shape, dtype, **options)
