@@ -114,13 +114,6 @@ def emulates_eager() -> bool:
     return bool(config.emulate_precision_casts)
 
 
-def emulate_eager(emulated: bool) -> Any:
-    """A context in which Inductor emulates the roundings of eager, or does not."""
-    from torch._inductor import config  # torch 2.13
-
-    return config.patch(emulate_precision_casts=emulated)
-
-
 def is_elementwise(target: Any) -> bool:
     return is_operator(target) and torch.Tag.pointwise in target.tags
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,6 @@ from fsdp_passes._compat import (
     aot_compile,
     compiled_autograd_is_on,
     donate_no_saved_tensors,
-    emulates_eager,
     inductor_decompositions,
     warn_once,
 )
@@ -54,7 +54,9 @@ def fsdp_opt(
     if compiled_autograd_is_on():
         warn_once(log, "fsdp_opt: compiled autograd traces backward anew; every backward reduces its gradients")
     merge_reads(gm)
-    compile_graph = partial(_compile_graph, shards, parsed, DumpFolder.next_graph(parsed.dump_dir), emulates_eager())
+    # A backward may be compiled later and in a thread of its own, where torch's settings are others.
+    in_this_context: Callable[..., Executor] = copy_context().run
+    compile_graph = partial(in_this_context, _compile_graph, shards, parsed, DumpFolder.next_graph(parsed.dump_dir))
     return aot_compile(
         gm,
         example_inputs,
@@ -70,7 +72,6 @@ def _compile_graph(
     shards: Mapping[int, ShardInput],
     options: Options,
     folder: DumpFolder,
-    emulated: bool,
     direction: str,
     trains: bool,
     graph: fx.GraphModule,
@@ -84,5 +85,5 @@ def _compile_graph(
     declined = run_passes(graph, passes_of(direction, options), options.verify, dumps.write_graph)
     plan = cut(graph, direction, trains)
     dumps.write_plan(plan)
-    regions = Regions(plan.regions, options.codegen, direction, emulated)
+    regions = Regions(plan.regions, options.codegen, direction)
     return Executor(plan, regions, options.accumulate_bytes, report(graph.graph, plan, declined))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import copy_context
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from fsdp_passes._compat import emulate_eager, graph_module
+from fsdp_passes._compat import graph_module
 from fsdp_passes.codegen.compile import Region, compile_regions
 from fsdp_passes.ir.nodes import calls, operand
 from fsdp_passes.ir.ops import GRAD_MM, GRAD_WRITE, GRADIENT_WRITES
@@ -21,11 +22,13 @@ class Regions:
     Compiled at once, unless some write gradients: then all of them when they first run, in the variants that run. What
     has symbolic sizes is always compiled at once, in all its variants: code may take things for granted about sizes,
     which only become guards while the graph is compiled.
-    emulated: Inductor emulates the roundings of eager, as it did when the graph was captured.
+    Whatever the thread, Inductor's settings are those of the context in which this was made: torch keeps them in
+    context variables, and a backward may run in a thread of its own.
     """
 
-    def __init__(self, graphs: Sequence[fx.GraphModule], codegen: str, direction: str, emulated: bool = False) -> None:
-        self._graphs, self._codegen, self._direction, self._emulated = graphs, codegen, direction, emulated
+    def __init__(self, graphs: Sequence[fx.GraphModule], codegen: str, direction: str) -> None:
+        self._graphs, self._codegen, self._direction = graphs, codegen, direction
+        self._context = copy_context()
         self._compiled: dict[tuple[int, bool], Region] = {}
         self._writes = [writes_gradients(graph) for graph in graphs]
         early = [n for n, graph in enumerate(graphs) if not any(self._writes) or has_symbols(graph)]
@@ -45,8 +48,8 @@ class Regions:
             return
         graphs = [write_variant(self._graphs[number], copies) for number, copies in missing]
         names = [f"region_{n} of {self._direction}{'' if copies else ', adding'}" for n, copies in missing]
-        with emulate_eager(self._emulated):
-            self._compiled.update(zip(missing, compile_regions(graphs, self._codegen, names), strict=True))
+        compiled = self._context.copy().run(compile_regions, graphs, self._codegen, names)
+        self._compiled.update(zip(missing, compiled, strict=True))
 
     def __call__(self, number: int, first: bool, inputs: list[Any]) -> Sequence[Any]:
         if self._key(number, first) not in self._compiled:

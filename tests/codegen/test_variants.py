@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from threading import Thread
 
 import expecttest
 import pytest
 import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
 
-from fsdp_passes._compat import emulates_eager
 from fsdp_passes.codegen import compile as codegen
 from fsdp_passes.codegen import variants
 from fsdp_passes.codegen.compile import Region, compile_regions
@@ -132,19 +133,21 @@ def test_each_variant_is_compiled_once_and_only_if_it_is_used(compiled: list[lis
     assert len(compiled) == 3
 
 
-@pytest.mark.parametrize("emulated", [False, True])
-def test_a_variant_that_is_compiled_late_emulates_eager_as_the_capture_did(
-    emulated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variant_that_is_compiled_late_has_the_settings_of_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def record(regions: Sequence[fx.GraphModule], codegen: str, names: Iterable[str]) -> list[Region]:
-        seen.append(emulates_eager())
+        seen.append(inductor_config.max_fusion_size)
         return compile_regions(regions, codegen, names)
 
     monkeypatch.setattr(variants, "compile_regions", record)
-    Regions([graph(WRITES)], "fx", "bwd", emulated).compile({0: True})
-    assert seen == [emulated]
+    with inductor_config.patch(max_fusion_size=3):
+        regions = Regions([graph(WRITES)], "fx", "bwd")
+    backward_thread = Thread(target=regions.compile, args=({0: True},))  # as autograd has one for each GPU
+    backward_thread.start()
+    backward_thread.join()
+    regions.compile({0: False})
+    assert seen == [3, 3]
 
 
 # Two regions that write, with a gather between them.
