@@ -33,23 +33,27 @@ def test_bench_times_each_grad_path_for_each_number_of_microbatches(tmp_path):
     assert kinds == [(count, path) for count in (1, 2) for path in ("cat", "cat_last", "views")]
     for each in results["times"]:
         assert list(each) == [field.name for field in fields(bench.Times)]
-        assert 0 < each["wall_p10_s"] <= each["wall_s"] <= each["wall_p90_s"]
-        assert 0 < each["cpu_p10_s"] <= each["cpu_s"] <= each["cpu_p90_s"]
-    assert (results["codegen"], results["dtype"], results["world_size"]) == ("fx", "bf16", 1)
-    assert results["ratios"] == bench.ratios([bench.Times(**each) for each in results["times"]])
-    assert printed.rstrip() == bench.report([bench.Times(**each) for each in results["times"]])
+        assert 0 < each["wall_s"]["p10"] <= each["wall_s"]["median"] <= each["wall_s"]["p90"]
+        assert each["cpu_s"]["median"] > 0
+    assert (results["codegen"], results["dtype"], results["world_size"]) == ("fx", "fp32", 1)
+    assert len({each["wall_s"]["median"] for each in results["times"]}) == len(kinds)
+    assert len(printed.splitlines()) == 1 + len(kinds)
 
 
-def test_bench_compares_medians_with_cat():
-    def times(grad_path: str, *spent: tuple[float, float]) -> bench.Times:
-        return bench.Times(8, grad_path, *bench._percentiles(list(spent)))
-
-    cat = times("cat", (1.0, 10.0), (3.0, 30.0), (2.0, 20.0))
-    views = times("views", (1.0, 5.0), (1.0, 5.0), (9.0, 6.0))
-    assert (cat.wall_s, cat.cpu_s) == (2.0, 20.0)
-    assert (cat.wall_p10_s, cat.cpu_p90_s) == pytest.approx((1.2, 28.0))
-    assert bench.ratios([cat, views]) == [{"microbatches": 8, "grad_path": "views", "wall": 2.0, "cpu": 4.0}]
-    assert "8 microbatches: cat / views = 2.000 wall, 4.000 CPU" in bench.report([cat, views])
+def test_bench_compares_with_cat_in_the_same_round():
+    """Wall and CPU seconds of three rounds; the last is a slow one, for both."""
+    rounds = [
+        {"cat": (1.0, 10.0), "views": (2.0, 5.0)},
+        {"cat": (3.0, 30.0), "views": (1.0, 10.0)},
+        {"cat": (40.0, 80.0), "views": (20.0, 20.0)},
+    ]
+    cat, views = (bench.compare(rounds, 8, grad_path) for grad_path in ("cat", "views"))
+    assert (views.wall_s.median, views.cpu_s.median) == (2.0, 10.0)
+    assert (views.cat_by_this_wall.median, views.cat_by_this_cpu.median) == (2.0, 3.0)
+    assert (views.cat_by_this_wall.p10, views.cat_by_this_cpu.p90) == pytest.approx((0.8, 3.8))
+    assert cat.cat_by_this_wall == bench.Spread(1.0, 1.0, 1.0)
+    last = bench.report([cat, views]).splitlines()[-1]
+    assert last.split("  ")[-2:] == ["2.000 (0.800 to 2.800)", "3.000 (2.200 to 3.800)"]
 
 
 def test_gpu_check_measures_each_kind_on_a_cpu_too(tmp_path):

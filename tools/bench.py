@@ -4,16 +4,17 @@ python tools/bench.py --microbatches 1 8
 torchrun --nproc-per-node 2 tools/bench.py --codegen fx --json times.json
 
 The model is a stack of Llama-type layers (grouped attention and gated MLP, without rotary embedding) with a bias to
-each product and norms for queries and keys: in a layer 7 large weights and 11 vectors. Sequences are short, 4 tokens,
+each product and norms for queries and keys: in a layer 7 large weights and 11 vectors. Sequences are short, 8 tokens,
 so that gradients are a good part of the work. Parameters stay gathered from forward to backward. All grad_paths run in
-turn in one process, window by window, each on a model of its own with the same values. Needs torch alone.
+turn in one process, window by window, each on a model of its own with the same values; a ratio is that of one such
+round. Needs torch alone.
 """
 
 import argparse
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -129,17 +130,32 @@ def synchronize(device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """The median, and the 10th and 90th percentile."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        marks = torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64)
+        return cls(*torch.tensor(values, dtype=torch.float64).quantile(marks).tolist())
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} ({self.p10:{spec}} to {self.p90:{spec}})"
+
+
+@dataclass(frozen=True)
 class Times:
-    """Seconds of a window on this rank: medians, and the 10th and 90th percentile."""
+    """Seconds of a window on this rank, and how many times as long "cat" takes in the same round."""
 
     microbatches: int
     grad_path: str
-    wall_s: float
-    wall_p10_s: float
-    wall_p90_s: float
-    cpu_s: float
-    cpu_p10_s: float
-    cpu_p90_s: float
+    wall_s: Spread
+    cpu_s: Spread
+    cat_by_this_wall: Spread
+    cat_by_this_cpu: Spread
 
 
 def measure(flags: argparse.Namespace, device: torch.device) -> list[Times]:
@@ -149,42 +165,26 @@ def measure(flags: argparse.Namespace, device: torch.device) -> list[Times]:
         grad_path: build(sizes, device, low_precision=flags.dtype == "bf16", grad_path=grad_path, **options)
         for grad_path in GRAD_PATHS
     }
-    seconds: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    rounds: dict[int, list[dict[str, tuple[float, float]]]] = {each: [] for each in flags.microbatches}
     for repeat in range(-1, flags.repeats):  # the first compiles, and does not count
         for microbatches in flags.microbatches:
+            spent = {}
             for number in range(len(GRAD_PATHS)):
                 grad_path = GRAD_PATHS[(number + repeat) % len(GRAD_PATHS)]  # each comes first equally often
                 model, window = built[grad_path]
-                spent = timed(window, microbatches if repeat >= 0 else max(2, microbatches), device)
-                if repeat >= 0:
-                    seconds.setdefault((microbatches, grad_path), []).append(spent)
+                spent[grad_path] = timed(window, microbatches if repeat >= 0 else max(2, microbatches), device)
                 for parameter in model.parameters():
                     parameter.grad = None
-    return [Times(*which, *_percentiles(seconds[which])) for which in product(flags.microbatches, GRAD_PATHS)]
+            rounds[microbatches] += [spent] if repeat >= 0 else []
+    return [compare(rounds[count], count, grad_path) for count, grad_path in product(flags.microbatches, GRAD_PATHS)]
 
 
-def _percentiles(spent: list[tuple[float, float]]) -> list[float]:
-    """Of the wall, then of the CPU seconds: median, 10th and 90th percentile."""
-    marks = torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64)
-    return torch.tensor(spent, dtype=torch.float64).quantile(marks, dim=0).T.flatten().tolist()
-
-
-def ratios(times: Sequence[Times]) -> list[dict[str, Any]]:
-    """How many times as long "cat" takes as each other grad_path, by medians."""
-    by_name = {(each.microbatches, each.grad_path): each for each in times}
-    found = []
-    for each in times:
-        if each.grad_path != "cat":
-            cat = by_name[each.microbatches, "cat"]
-            found.append(
-                {
-                    "microbatches": each.microbatches,
-                    "grad_path": each.grad_path,
-                    "wall": cat.wall_s / each.wall_s,
-                    "cpu": cat.cpu_s / each.cpu_s,
-                }
-            )
-    return found
+def compare(rounds: Sequence[Mapping[str, tuple[float, float]]], microbatches: int, grad_path: str) -> Times:
+    """`rounds`: wall and CPU seconds by grad_path."""
+    spent = [each[grad_path] for each in rounds]
+    ratios = [[cat / this for cat, this in zip(each["cat"], each[grad_path], strict=True)] for each in rounds]
+    spreads = [Spread.of(values) for values in (*zip(*spent, strict=True), *zip(*ratios, strict=True))]
+    return Times(microbatches, grad_path, *spreads)
 
 
 def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -195,23 +195,17 @@ def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def report(times: Sequence[Times]) -> str:
+    titles = ("microbatches", "grad_path", "wall s (10 to 90 %)", "CPU s (10 to 90 %)", "cat / this, wall", "CPU")
     rows = [
-        [str(each.microbatches), each.grad_path]
-        + [f"{median:.4f} ({low:.4f} to {high:.4f})" for median, low, high in _columns(each)]
+        [
+            str(each.microbatches),
+            each.grad_path,
+            *(f"{seconds:.4f}" for seconds in (each.wall_s, each.cpu_s)),
+            *(f"{ratio:.3f}" for ratio in (each.cat_by_this_wall, each.cat_by_this_cpu)),
+        ]
         for each in times
     ]
-    table = text_table(("microbatches", "grad_path", "wall s (10 to 90 %)", "CPU s (10 to 90 %)"), rows)
-    sentences = [
-        f"{each['microbatches']} microbatches: cat / {each['grad_path']} = {each['wall']:.3f} wall, "
-        f"{each['cpu']:.3f} CPU"
-        for each in ratios(times)
-    ]
-    return "\n".join([table, *sentences])
-
-
-def _columns(times: Times) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    wall = (times.wall_s, times.wall_p10_s, times.wall_p90_s)
-    return wall, (times.cpu_s, times.cpu_p10_s, times.cpu_p90_s)
+    return text_table(titles, rows)
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
@@ -220,9 +214,9 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=positive, default=20, help="windows that are measured, of each kind")
     parser.add_argument("--codegen", choices=["inductor", "fx"], default="inductor")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="of the compute")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="fp32", help="of the compute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results")
-    sizes = Sizes(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=1024, vocab=4096, batch=1, seq=4)
+    sizes = Sizes(layers=4, hidden=512, heads=8, kv_heads=4, intermediate=1536, vocab=8192, batch=1, seq=8)
     for name, default in asdict(sizes).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=default)
     return parser.parse_args(argv)
@@ -244,7 +238,7 @@ def main() -> None:
         print(report(times))
         if flags.json:
             setup = {"codegen": flags.codegen, "dtype": flags.dtype, "world_size": dist.get_world_size()}
-            results = {**setup, "times": [asdict(each) for each in times], "ratios": ratios(times)}
+            results = {**setup, "times": [asdict(each) for each in times]}
             flags.json.write_text(json.dumps(results, indent=1) + "\n")
 
 

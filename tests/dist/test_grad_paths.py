@@ -72,7 +72,7 @@ def assert_path_taken(model: nn.Module, path: str) -> None:
     explanation = fsdp.explain(model)
     gradients = [each for graph in explanation.graphs for each in graph.gradients]
     assert gradients and not explanation.declined, explanation
-    assert all(each.concatenated == (path == "cat") for each in gradients), explanation
+    assert all(each.whole == (path == "cat") for each in gradients), explanation
 
 
 def assert_nothing_is_held(model: Any) -> None:
