@@ -11,6 +11,9 @@ PYTHON ?= $(shell for python in python3.11 python3 python; do \
 # Ranks share the cores: one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS = 1
 
+# Two files at a time: half of the tests keep one core busy.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint clean
 
@@ -21,10 +24,10 @@ demo: $(STAMP) ## Train a small Llama on two ranks, with fsdp_opt and with FSDP2
 	@$(BIN)/python tools/demo.py
 
 test: $(STAMP) ## Run the tests that are not marked slow
-	@$(BIN)/python -m pytest -q -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 test-all: $(STAMP) ## Run every test
-	@$(BIN)/python -m pytest -q
+	@$(PYTEST)
 
 lint: $(STAMP) ## Run ruff and mypy
 	@$(BIN)/ruff check .

@@ -37,7 +37,7 @@ def run_train(*flags: str, folder: Path, num_ranks: int = 1, preload: Path | Non
     results = folder / "results.json"
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"LD_PRELOAD": str(preload)} if preload else {})
     command += [*(f"--{name}={value}" for name, value in TINY.items()), f"--json={results}", *flags]
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    subprocess.run(command, env=environment, check=True, timeout=240)
     return json.loads(results.read_text())
 
 

@@ -36,7 +36,7 @@ class RankError(AssertionError):
     """A rank raised, died or hung; the message holds its traceback."""
 
 
-def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
     """Results of module-level `fn(*args)` on `world_size` ranks, in rank order; all picklable.
 
     RankError: the first rank to fail, with its traceback, or those that did not answer in `timeout` seconds.

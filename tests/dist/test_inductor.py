@@ -21,6 +21,8 @@ import fsdp_passes as fsdp
 from tests.dist import blocks, pool
 from tests.dist.models import VOCAB, WIDTH, build, full_grads, relative_error, whole
 
+pytestmark = pytest.mark.slow
+
 TOKENS = (2, 5)
 
 

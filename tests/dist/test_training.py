@@ -27,6 +27,8 @@ from tests.dist.models import (
     shard_net,
 )
 
+pytestmark = pytest.mark.slow
+
 MICROBATCHES = (3, 1, 2)
 
 
