@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_passes as fsdp
@@ -525,6 +526,19 @@ def _positions(generator: torch.Generator) -> Tensor:
     return torch.randint(0, WIDTH, (7,), generator=generator)
 
 
+def _edits_a_copy(module: nn.Module, x: Tensor) -> Tensor:
+    weight = module.a.clone()
+    weight[0] = 0
+    weight.mul_(module.b)
+    return x @ weight.tril() + (x @ module.a.t()).cumsum(0)
+
+
+def _parametrized() -> nn.Module:
+    """The first writes buffers in forward, the second is made of a triangular solve."""
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(parametrizations.spectral_norm(first), nn.Tanh(), parametrizations.orthogonal(second))
+
+
 _COMPLEX = torch.complex(torch.arange(8.0), torch.ones(8))
 
 _CASES = {
@@ -569,6 +583,9 @@ _CASES = {
     "put": _of(lambda m, x: (m.a.index_put((torch.tensor([1, 2]),), m.b) * x).cumsum(0), a=(4, 8), b=(8,)),
     "an embedding with padding_idx": Case(_padded_embedding, _tokens),
     "weight_norm": Case(_weight_normed),
+    "parametrizations": Case(_parametrized),
+    "a copy that is edited in place": _of(_edits_a_copy, a=(8, 8), b=(8,)),
+    "experts": _of(lambda m, x: torch.einsum("bi,bkij->bj", x, m.a[(x @ m.b).topk(2).indices]), a=(4, 8, 8), b=(8, 4)),
     "convolutions": Case(_convolutions, _image),
     "convolutions in channels_last": Case(_channels_last_convolutions, _channels_last),
     "recurrent cells": Case(Recurrent),
