@@ -11,7 +11,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python; do \
 # Ranks share the cores: one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS = 1
 
-# Two files at a time: half of the tests keep one core busy.
+# Two at a time: most tests, those on one rank, keep one core busy. By file: pools of ranks are a process's own.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help

@@ -8,7 +8,8 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextvars import copy_context
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 TESTED_VERSIONS = ("2.13", "2.14")
+
+T = TypeVar("T")
 
 
 def warn_if_untested(version: str) -> None:
@@ -112,6 +115,16 @@ def emulates_eager() -> bool:
     from torch._inductor import config  # torch 2.13
 
     return bool(config.emulate_precision_casts)
+
+
+def with_settings_of_now(function: Callable[..., T]) -> Callable[..., T]:
+    """`function`, with Inductor's settings of here and now, whenever and in whichever thread it is called.
+
+    torch 2.13 keeps them in context variables, and autograd has a thread of its own for each GPU. In 2.11 they are the
+    whole process's: there it is called with those of its call.
+    """
+    context = copy_context()
+    return lambda *args: context.copy().run(function, *args)  # a copy: several threads may call it at a time
 
 
 def is_elementwise(target: Any) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
 from functools import partial
 from typing import Any
 
@@ -20,10 +19,11 @@ from fsdp_passes._compat import (
     donate_no_saved_tensors,
     inductor_decompositions,
     warn_once,
+    with_settings_of_now,
 )
 from fsdp_passes.capture.joint import partition
 from fsdp_passes.capture.reads import merge_reads
-from fsdp_passes.capture.shards import find_shards, label_shards
+from fsdp_passes.capture.shards import find_shards, label_shards, refuse_gradients_in_parts
 from fsdp_passes.codegen.regions import cut
 from fsdp_passes.codegen.variants import Regions
 from fsdp_passes.inspect.dump import DumpFolder
@@ -54,9 +54,8 @@ def fsdp_opt(
     if compiled_autograd_is_on():
         warn_once(log, "fsdp_opt: compiled autograd traces backward anew; every backward reduces its gradients")
     merge_reads(gm)
-    # A backward may be compiled later and in a thread of its own, where torch's settings are others.
-    in_this_context: Callable[..., Executor] = copy_context().run
-    compile_graph = partial(in_this_context, _compile_graph, shards, parsed, DumpFolder.next_graph(parsed.dump_dir))
+    folder = DumpFolder.next_graph(parsed.dump_dir)
+    compile_graph = partial(with_settings_of_now(_compile_graph), shards, parsed, folder)  # backward is compiled later
     return aot_compile(
         gm,
         example_inputs,
@@ -82,6 +81,7 @@ def _compile_graph(
         donate_no_saved_tensors()
     dumps = folder.stages_of(direction)
     label_shards(graph.graph, shards)
+    refuse_gradients_in_parts(graph.graph)
     declined = run_passes(graph, passes_of(direction, options), options.verify, dumps.write_graph)
     plan = cut(graph, direction, trains)
     dumps.write_plan(plan)

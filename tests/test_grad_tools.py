@@ -27,17 +27,24 @@ def run_tool(name: str, folder: Path, *flags: str) -> tuple[dict[str, Any], str]
 
 
 def test_bench_times_each_grad_path_for_each_number_of_microbatches(tmp_path):
-    flags = ["--microbatches", "1", "2", "--repeats", "2", "--codegen", "fx"]
+    flags = ["--microbatches", "1", "2", "--repeats", "2", "--codegen", "fx", "--dtype", "bf16"]
     results, printed = run_tool("bench.py", tmp_path, *flags, *(f"--{name}={size}" for name, size in TINY.items()))
     kinds = [(each["microbatches"], each["grad_path"]) for each in results["times"]]
     assert kinds == [(count, path) for count in (1, 2) for path in ("cat", "cat_last", "views")]
     for each in results["times"]:
         assert list(each) == [field.name for field in fields(bench.Times)]
-        assert 0 < each["wall_s"]["p10"] <= each["wall_s"]["median"] <= each["wall_s"]["p90"]
-        assert each["cpu_s"]["median"] > 0
-    assert (results["codegen"], results["dtype"], results["world_size"]) == ("fx", "fp32", 1)
+        for seconds in (each["wall_s"], each["cpu_s"]):
+            assert 0 < seconds["p10"] <= seconds["median"] <= seconds["p90"]
+    assert (results["codegen"], results["dtype"], results["world_size"]) == ("fx", "bf16", 1)
+    # Each is measured by itself.
     assert len({each["wall_s"]["median"] for each in results["times"]}) == len(kinds)
-    assert len(printed.splitlines()) == 1 + len(kinds)
+    assert printed.rstrip() == bench.report([_read_times(each) for each in results["times"]])
+
+
+def _read_times(row: dict[str, Any]) -> bench.Times:
+    return bench.Times(
+        **{name: bench.Spread(**value) if isinstance(value, dict) else value for name, value in row.items()}
+    )
 
 
 def test_bench_compares_with_cat_in_the_same_round():

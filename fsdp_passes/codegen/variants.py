@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextvars import copy_context
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from fsdp_passes._compat import graph_module
+from fsdp_passes._compat import graph_module, with_settings_of_now
 from fsdp_passes.codegen.compile import Region, compile_regions
 from fsdp_passes.ir.nodes import calls, operand
 from fsdp_passes.ir.ops import GRAD_MM, GRAD_WRITE, GRADIENT_WRITES
@@ -22,13 +21,12 @@ class Regions:
     Compiled at once, unless some write gradients: then all of them when they first run, in the variants that run. What
     has symbolic sizes is always compiled at once, in all its variants: code may take things for granted about sizes,
     which only become guards while the graph is compiled.
-    Whatever the thread, Inductor's settings are those of the context in which this was made: torch keeps them in
-    context variables, and a backward may run in a thread of its own.
+    Inductor's settings are always those with which this was made.
     """
 
     def __init__(self, graphs: Sequence[fx.GraphModule], codegen: str, direction: str) -> None:
         self._graphs, self._codegen, self._direction = graphs, codegen, direction
-        self._context = copy_context()
+        self._compile_regions = with_settings_of_now(compile_regions)
         self._compiled: dict[tuple[int, bool], Region] = {}
         self._writes = [writes_gradients(graph) for graph in graphs]
         early = [n for n, graph in enumerate(graphs) if not any(self._writes) or has_symbols(graph)]
@@ -48,8 +46,7 @@ class Regions:
             return
         graphs = [write_variant(self._graphs[number], copies) for number, copies in missing]
         names = [f"region_{n} of {self._direction}{'' if copies else ', adding'}" for n, copies in missing]
-        compiled = self._context.copy().run(compile_regions, graphs, self._codegen, names)
-        self._compiled.update(zip(missing, compiled, strict=True))
+        self._compiled.update(zip(missing, self._compile_regions(graphs, self._codegen, names), strict=True))
 
     def __call__(self, number: int, first: bool, inputs: list[Any]) -> Sequence[Any]:
         if self._key(number, first) not in self._compiled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -66,19 +65,9 @@ def _units_of(body: fx.Node) -> str:
 
 
 def find_reductions(graph: fx.Graph) -> list[fx.Node]:
-    """The reduce_grads that are gradients of their shards, and nothing else.
-
-    NotImplementedError: a shard has several, the parts of a tensor subclass; it would keep one of them.
-    """
+    """The reduce_grads that are gradients of their shards, and nothing else."""
     returned = results(graph)
-    reductions = [node for node in calls(graph, REDUCE_GRAD) if node in returned]
-    for shard, count in Counter(operand(node, 1) for node in reductions).items():
-        if count > 1:
-            raise NotImplementedError(
-                f"gradients of unit {shard.meta['fsdp'].unit!r}: expected plain tensors, got a tensor subclass of "
-                f"{count} parts; give the model plain tensors"
-            )
-    return [node for node in reductions if len(node.users) == 1 and returned.count(node) == 1]
+    return [node for node in calls(graph, REDUCE_GRAD) if len(node.users) == 1 and returned.count(node) == 1]
 
 
 def find_pieces(full_grad: fx.Node) -> list[int] | None:

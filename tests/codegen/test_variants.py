@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Thread
 
 import expecttest
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
+from fsdp_passes._compat import with_settings_of_now
 from fsdp_passes.codegen import compile as codegen
 from fsdp_passes.codegen import variants
 from fsdp_passes.codegen.compile import Region, compile_regions
@@ -148,6 +150,13 @@ def test_a_variant_that_is_compiled_late_has_the_settings_of_the_capture(monkeyp
     backward_thread.join()
     regions.compile({0: False})
     assert seen == [3, 3]
+
+
+def test_two_threads_may_compile_at_a_time() -> None:
+    meeting = with_settings_of_now(Barrier(2, timeout=20).wait)
+    with ThreadPoolExecutor(2) as threads:
+        waits = [threads.submit(meeting) for _ in range(2)]
+        assert sorted(wait.result() for wait in waits) == [0, 1]
 
 
 # Two regions that write, with a gather between them.

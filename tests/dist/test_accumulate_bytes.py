@@ -177,7 +177,7 @@ def _by_limit(compile: Any, grad_path: str, limits: list[int | None]) -> dict[in
 def test_units_beyond_the_limit_reduce_in_every_backward(
     compile: Any, grad_path: str, limits: list[int | None]
 ) -> None:
-    for results in pool.run(2, _by_limit, compile, grad_path, limits, timeout=300):
+    for results in pool.run(2, _by_limit, compile, grad_path, limits):
         for limit in limits:
             result, deferred = results[limit], DEFERRED[limit]
             undeferred = "".join(unit for unit in "abc" if unit not in deferred)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 import fsdp_passes as fsdp
+from fsdp_passes.codegen import variants
 from fsdp_passes.schedule.plan_text import dump_plan, load_plan
 from tests.dist import pool
 from tests.dist.models import WIDTH, backward_window, build, compiled, shard_net
@@ -152,3 +156,27 @@ def test_no_view_of_a_gathered_buffer_is_saved_when_resharding(checkpointing: bo
 def test_gathered_buffers_are_saved_without_resharding() -> None:
     for saved, gathered in pool.run(2, _saved_bytes, False, False):
         assert saved >= 2 * gathered
+
+
+def _settings_seen() -> list[int]:
+    """max_fusion_size when regions are compiled: forward's where it is 3, backward's later, in a thread of its own."""
+    run, seen = compiled(shard_net(BF16)), []
+    compile_regions = variants.compile_regions
+
+    def record(*args: Any) -> Any:
+        seen.append(inductor_config.max_fusion_size)
+        return compile_regions(*args)
+
+    with mock.patch.object(variants, "compile_regions", record):
+        with inductor_config.patch(max_fusion_size=3):
+            loss = run(torch.ones(1, 1, dtype=torch.long)).float().sum()
+        backward = Thread(target=loss.backward)
+        backward.start()
+        backward.join()
+    return seen
+
+
+def test_backward_is_compiled_with_the_settings_of_forward() -> None:
+    (seen,) = pool.run(1, _settings_seen)
+    assert len(seen) >= 2
+    assert set(seen) == {3}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_passes as fsdp
@@ -327,7 +328,7 @@ _SLOW = ("llama", "gpt2", "t5", "clip")  # the others have their kinds of gradie
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _SLOW)) for n in _MODELS])
 def test_a_real_model_writes_every_gradient_and_trains_as_with_cat(name: str, tmp_path: Path) -> None:
-    for wrong in pool.run(2 if name in _TWO_RANKS else 1, _wrong_with_model, name, tmp_path, timeout=300):
+    for wrong in pool.run(2 if name in _TWO_RANKS else 1, _wrong_with_model, name, tmp_path):
         assert wrong == []
 
 
@@ -514,7 +515,7 @@ def _channels_last_convolutions() -> nn.Module:
 
 
 def _weight_normed() -> nn.Module:
-    norm = torch.nn.utils.parametrizations.weight_norm
+    norm = parametrizations.weight_norm
     return nn.Sequential(norm(nn.Linear(WIDTH, 12)), nn.GELU(), norm(nn.Linear(12, WIDTH), dim=1))
 
 
@@ -526,6 +527,16 @@ def _positions(generator: torch.Generator) -> Tensor:
     return torch.randint(0, WIDTH, (7,), generator=generator)
 
 
+def _nested(generator: torch.Generator) -> Tensor:
+    """Of 3 and 5 rows."""
+    rows = [torch.randn(count, WIDTH, generator=generator) for count in (3, 5)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+def _two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+
+
 def _edits_a_copy(module: nn.Module, x: Tensor) -> Tensor:
     weight = module.a.clone()
     weight[0] = 0
@@ -534,7 +545,7 @@ def _edits_a_copy(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _parametrized() -> nn.Module:
-    """The first writes buffers in forward, the second is made of a triangular solve."""
+    """The first writes buffers in forward, the second is a matrix exponential."""
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     return nn.Sequential(parametrizations.spectral_norm(first), nn.Tanh(), parametrizations.orthogonal(second))
 
@@ -588,6 +599,7 @@ _CASES = {
     "experts": _of(lambda m, x: torch.einsum("bi,bkij->bj", x, m.a[(x @ m.b).topk(2).indices]), a=(4, 8, 8), b=(8, 4)),
     "convolutions": Case(_convolutions, _image),
     "convolutions in channels_last": Case(_channels_last_convolutions, _channels_last),
+    "nested tensors": Case(_two_layers, _nested, lambda model, x: model(x).values().square().mean()),
     "recurrent cells": Case(Recurrent),
     "attention": Case(Attention),
     "batched products": _of(
@@ -706,3 +718,19 @@ def test_a_gradient_that_stays_in_a_branch_is_right_and_named() -> None:
     [(wrong, declined)] = pool.run(1, _left_in_a_branch)
     assert wrong == []
     assert declined
+
+
+def _error_of_parts() -> str:
+    model: Any = compiled(fsdp.shard(build(_two_layers)), verify=0)
+    output = model(TwoTensor(torch.ones(4, WIDTH), torch.zeros(4, WIDTH)))
+    with pytest.raises(NotImplementedError) as raised:
+        output.sum().backward()
+    return str(raised.value)
+
+
+def test_a_gradient_of_several_parts_is_refused() -> None:
+    """AOTAutograd takes it apart: its shard would keep one of them."""
+    assert pool.run(1, _error_of_parts) == [
+        "gradients of unit '2': expected plain tensors, got 2 parts of each, as of a tensor subclass; "
+        "give the model plain tensors"
+    ]

@@ -126,7 +126,7 @@ RANDOM = [blocks.Dropout, blocks.AttentionDropout, blocks.Noise]
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_blocks_train_as_unsharded(block: type[nn.Module]) -> None:
-    for counted in pool.run(2, _against_unsharded, Stack, block, timeout=300):
+    for counted in pool.run(2, _against_unsharded, Stack, block):
         assert counted["regions"] > 4
         assert "regions_not_compiled" not in counted
 
@@ -134,19 +134,19 @@ def test_blocks_train_as_unsharded(block: type[nn.Module]) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("block", RANDOM)
 def test_random_numbers_are_those_of_the_unsharded_compiled_model(block: type[nn.Module], checkpointing: bool) -> None:
-    for counted in pool.run(2, _against_unsharded_inductor, block, checkpointing, timeout=300):
+    for counted in pool.run(2, _against_unsharded_inductor, block, checkpointing):
         assert counted["regions"] > 4
         assert "regions_not_compiled" not in counted
 
 
 @pytest.mark.parametrize("block", [blocks.CustomOperator, blocks.AutogradFunction])
 def test_checkpointed_blocks_train_as_unsharded(block: type[nn.Module]) -> None:
-    for counted in pool.run(2, _against_unsharded, Stack, block, True, timeout=300):
+    for counted in pool.run(2, _against_unsharded, Stack, block, True):
         assert "regions_not_compiled" not in counted
 
 
 def test_results_that_share_memory() -> None:
-    pool.run(2, _against_unsharded, Aliases, blocks.Constants, timeout=300)
+    pool.run(2, _against_unsharded, Aliases, blocks.Constants)
 
 
 def _flex_evaluation() -> tuple[float, int]:
@@ -159,7 +159,7 @@ def _flex_evaluation() -> tuple[float, int]:
 
 
 def test_flex_attention_in_evaluation() -> None:
-    for error, failed in pool.run(2, _flex_evaluation, timeout=300):
+    for error, failed in pool.run(2, _flex_evaluation):
         assert error <= 1e-6
         assert failed == 0
 
@@ -174,7 +174,7 @@ def _dynamic_lengths() -> tuple[int, int]:
 
 
 def test_lengths_that_change_are_compiled_twice() -> None:
-    assert pool.run(2, _dynamic_lengths, timeout=300) == [(2, 0)] * 2
+    assert pool.run(2, _dynamic_lengths) == [(2, 0)] * 2
 
 
 def _equal_layers(num_blocks: int) -> tuple[int, int]:
@@ -185,7 +185,7 @@ def _equal_layers(num_blocks: int) -> tuple[int, int]:
 def test_equal_blocks_are_compiled_once() -> None:
     """Six have no region that three do not have."""
     pool.run(2, _emptied)
-    (few, distinct), *_ = pool.run(2, _equal_layers, 3, timeout=300)
+    (few, distinct), *_ = pool.run(2, _equal_layers, 3)
     (many, more), *_ = pool.run(2, _equal_layers, 6)
     assert many > few >= distinct > 0
     assert more == 0
@@ -204,7 +204,7 @@ def _emptied() -> None:
 
 def test_inductors_cache_on_disk_is_hit() -> None:
     """By regions that are compiled anew, as after a restart."""
-    pool.run(2, _restart, timeout=300)
+    pool.run(2, _restart)
     pool.run(2, _emptied)
     for counted in pool.run(2, _restart):
         assert counted["fxgraph_cache_hit"] > 4
@@ -240,7 +240,7 @@ def _fallback() -> tuple[list[str], int]:
 
 
 def test_a_region_that_inductor_cannot_compile_runs_operator_by_operator() -> None:
-    for messages, failed in pool.run(2, _fallback, timeout=300):
+    for messages, failed in pool.run(2, _fallback):
         assert failed >= len(messages) > 0
         assert all("runs operator by operator, because Inductor cannot compile it" in text for text in messages)
         assert all("no code for i1e" in text for text in messages)
@@ -249,7 +249,7 @@ def test_a_region_that_inductor_cannot_compile_runs_operator_by_operator() -> No
 
 @functools.cache
 def _trained_llamas(codegen: str, emulated: bool) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    return pool.run(2, _llama_training, codegen, emulated, timeout=300)
+    return pool.run(2, _llama_training, codegen, emulated)
 
 
 def _llama_training(codegen: str, emulated: bool) -> tuple[Tensor, dict[str, Tensor]]:

@@ -96,7 +96,7 @@ def _inexact(codegen: str) -> list[dict[str, set[str]]]:
 
 @pytest.mark.parametrize("codegen", ["fx", "inductor"])
 def test_products_are_exact_where_their_operands_are(codegen: str) -> None:
-    for windows in pool.run(2, _inexact, codegen, timeout=300):
+    for windows in pool.run(2, _inexact, codegen):
         for inexact in windows:
             products = {"up.weight", "down.weight"}
             assert products <= inexact["round"]
@@ -140,7 +140,7 @@ def _products(grads: Grads) -> Tensor:
 
 @pytest.mark.parametrize("codegen", ["fx", "inductor"])
 def test_products_of_the_same_operands_are_a_hundred_times_closer_to_float64(codegen: str) -> None:
-    (windows,) = pool.run(1, _errors, codegen, timeout=300)
+    (windows,) = pool.run(1, _errors, codegen)
     for errors in windows:
         assert errors["fp32"] < 0.01 * errors["round"]
 

@@ -16,7 +16,6 @@ from fsdp_passes.ir.passes import Declined, Pass, run_passes
 from fsdp_passes.ir.text import dump
 from fsdp_passes.ir.verify import VerifyError, verify
 from fsdp_passes.options import Options
-from fsdp_passes.passes.flat_grad_writes import FlatGradWrites
 from fsdp_passes.passes.late_reads import LateReads
 from fsdp_passes.passes.lower_reduce_grad import LowerReduceGrad
 from fsdp_passes.passes.pipeline import FORWARD, passes_of
@@ -275,21 +274,6 @@ def test_lower_reduce_grad_declines_what_is_no_plain_gradient(reason: str) -> No
     gm = graph(DECLINED[reason])
     assert LowerReduceGrad().apply(gm) == [Declined("up", "r", NOT_PLAIN)]
     assert dump(gm) == canonical(DECLINED[reason])
-
-
-@pytest.mark.parametrize("lowering", [LowerReduceGrad(), FlatGradWrites()])
-def test_a_gradient_of_several_parts_is_refused(lowering: Pass) -> None:
-    """Those of a tensor subclass, which AOTAutograd takes apart: its shard would keep one of them."""
-    gm = graph("""
-        0 s: f32[8] = input(shard="up")
-        1 g: f32[16] = input()
-        2 h: f32[16] = input()
-        3 r: f32[8] = fsdp_opt.reduce_grad(g, s, 2)
-        4 t: f32[8] = fsdp_opt.reduce_grad(h, s, 2)
-        5 return (r, t)
-        """)
-    with pytest.raises(NotImplementedError, match=r"gradients of unit 'up': expected plain tensors, got .* 2 parts"):
-        lowering.apply(gm)
 
 
 def test_the_driver_returns_and_logs_what_was_declined() -> None:
