@@ -929,28 +929,30 @@ def _live_flat_buffers() -> dict[str, int]:
     full_elems = model.weight.place.shard_elems * dist.get_world_size()
     x = torch.ones(())
 
-    def live(expected: int) -> int:
-        for _ in range(500):  # gloo's thread lets go of a gather's tensors a moment after it is waited for
-            gc.collect()
-            tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.numel() == full_elems]
-            count = len({each.untyped_storage().data_ptr() for each in tensors})
-            if count == expected:
-                break
+    def live() -> int:
+        gc.collect()
+        tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.numel() == full_elems]
+        return len({each.untyped_storage().data_ptr() for each in tensors})
+
+    def settled(expected: int) -> int:
+        """gloo's thread lets go of a gather's tensors a moment after it is waited for."""
+        deadline = time.monotonic() + 5
+        while (count := live()) != expected and time.monotonic() < deadline:
             time.sleep(0.01)
         return count
 
     run(x).backward()
-    counts = {"after a synchronised backward": live(0)}
+    counts = {"after a synchronised backward": settled(0)}
     with model.no_sync():
         run(x).backward()
-    counts["inside a window"] = live(1)
+    counts["inside a window"] = settled(1)
     model.zero_grad()
-    counts["after zero_grad inside a window"] = live(0)
+    counts["after zero_grad inside a window"] = settled(0)
     run(x)
-    counts["after a forward without backward"] = live(0)
+    counts["after a forward without backward"] = settled(0)
     with torch.no_grad():
         run(x)
-    counts["after an evaluation"] = live(0)
+    counts["after an evaluation"] = settled(0)
     return counts
 
 
