@@ -934,25 +934,27 @@ def _live_flat_buffers() -> dict[str, int]:
         tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.numel() == full_elems]
         return len({each.untyped_storage().data_ptr() for each in tensors})
 
-    def settled(expected: int) -> int:
-        """gloo's thread lets go of a gather's tensors a moment after it is waited for."""
-        deadline = time.monotonic() + 5
-        while (count := live()) != expected and time.monotonic() < deadline:
+    def settled() -> int:
+        """What is live once nothing more is freed: gloo's thread lets go of a gather a moment after its wait."""
+        count, since = live(), time.monotonic()
+        while time.monotonic() < since + 1:
             time.sleep(0.01)
+            if (fewer := live()) != count:
+                count, since = fewer, time.monotonic()
         return count
 
     run(x).backward()
-    counts = {"after a synchronised backward": settled(0)}
+    counts = {"after a synchronised backward": settled()}
     with model.no_sync():
         run(x).backward()
-    counts["inside a window"] = settled(1)
+    counts["inside a window"] = settled()
     model.zero_grad()
-    counts["after zero_grad inside a window"] = settled(0)
+    counts["after zero_grad inside a window"] = settled()
     run(x)
-    counts["after a forward without backward"] = settled(0)
+    counts["after a forward without backward"] = settled()
     with torch.no_grad():
         run(x)
-    counts["after an evaluation"] = settled(0)
+    counts["after an evaluation"] = settled()
     return counts
 
 
