@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 TESTED_VERSIONS = ("2.13", "2.14")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -117,14 +118,18 @@ def emulates_eager() -> bool:
     return bool(config.emulate_precision_casts)
 
 
-def with_settings_of_now(function: Callable[..., T]) -> Callable[..., T]:
+def with_settings_of_now(function: Callable[P, T]) -> Callable[P, T]:
     """`function`, with Inductor's settings of here and now, whenever and in whichever thread it is called.
 
     torch 2.13 keeps them in context variables, and autograd has a thread of its own for each GPU. In 2.11 they are the
     whole process's: there it is called with those of its call.
     """
     context = copy_context()
-    return lambda *args: context.copy().run(function, *args)  # a copy: several threads may call it at a time
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return context.copy().run(function, *args, **kwargs)  # a copy: several threads may call it at a time
+
+    return call
 
 
 def is_elementwise(target: Any) -> bool:
@@ -395,6 +400,23 @@ def argument_index(placeholder: Any) -> int | None:
 
     description = placeholder.meta.get("desc")
     return description.idx if isinstance(description, PlainAOTInput) else None
+
+
+def gradient_indices(graph: Any) -> list[int]:
+    """Of which arguments of the captured function the results of a backward graph are gradients, or parts of them."""
+    from torch._functorch._aot_autograd.descriptors import (  # torch 2.13
+        GradAOTOutput,
+        PlainAOTInput,
+        SubclassGetAttrAOTOutput,
+    )
+
+    indices = []
+    for description in graph.output_node().meta.get("desc", ()):
+        while isinstance(description, SubclassGetAttrAOTOutput):
+            description = description.base
+        if isinstance(description, GradAOTOutput) and isinstance(description.grad_of, PlainAOTInput):
+            indices.append(description.grad_of.idx)
+    return indices
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:

@@ -81,7 +81,7 @@ def _compile_graph(
         donate_no_saved_tensors()
     dumps = folder.stages_of(direction)
     label_shards(graph.graph, shards)
-    refuse_gradients_in_parts(graph.graph)
+    refuse_gradients_in_parts(graph.graph, shards)
     declined = run_passes(graph, passes_of(direction, options), options.verify, dumps.write_graph)
     plan = cut(graph, direction, trains)
     dumps.write_plan(plan)

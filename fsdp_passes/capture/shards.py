@@ -1,4 +1,4 @@
-"""Which placeholders are shards: AOTAutograd's descriptors say which argument each of them is."""
+"""What AOTAutograd's descriptors say of shards: which placeholders they are, and that each has one gradient."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from fsdp_passes._compat import argument_index
-from fsdp_passes.ir.nodes import calls, operand, results
-from fsdp_passes.ir.ops import REDUCE_GRAD, ShardInput, is_shard, owner_of
+from fsdp_passes._compat import argument_index, gradient_indices
+from fsdp_passes.ir.ops import ShardInput, is_shard, owner_of
 
 
 def find_shards(arguments: Sequence[Any]) -> dict[int, ShardInput]:
@@ -26,13 +25,12 @@ def label_shards(graph: fx.Graph, shards: Mapping[int, ShardInput]) -> None:
             node.meta["fsdp"] = shards[index]
 
 
-def refuse_gradients_in_parts(graph: fx.Graph) -> None:
-    """NotImplementedError: a shard's gradient is several results, those of a tensor subclass; it would keep one."""
-    returned = results(graph)
-    reductions = [node for node in calls(graph, REDUCE_GRAD) if node in returned]
-    for shard, count in Counter(operand(node, 1) for node in reductions).items():
-        if count > 1:
+def refuse_gradients_in_parts(graph: fx.Graph, shards: Mapping[int, ShardInput]) -> None:
+    """NotImplementedError: a shard has several gradients, the parts of a tensor subclass, and could keep only one."""
+    gradients = Counter(reversed(gradient_indices(graph)))  # backward comes to the last units first
+    for index, count in gradients.items():
+        if index in shards and count > 1:
             raise NotImplementedError(
-                f"gradients of unit {shard.meta['fsdp'].unit!r}: expected plain tensors, got {count} parts of each, as "
+                f"gradients of unit {shards[index].unit!r}: expected plain tensors, got {count} parts of each, as "
                 "of a tensor subclass; give the model plain tensors"
             )

@@ -21,7 +21,7 @@ class Regions:
     Compiled at once, unless some write gradients: then all of them when they first run, in the variants that run. What
     has symbolic sizes is always compiled at once, in all its variants: code may take things for granted about sizes,
     which only become guards while the graph is compiled.
-    Inductor's settings are always those with which this was made.
+    Those that are compiled late have the settings with which this was made (see `with_settings_of_now`).
     """
 
     def __init__(self, graphs: Sequence[fx.GraphModule], codegen: str, direction: str) -> None:

@@ -721,7 +721,7 @@ def test_a_gradient_that_stays_in_a_branch_is_right_and_named() -> None:
 
 
 def _error_of_parts() -> str:
-    model: Any = compiled(fsdp.shard(build(_two_layers)), verify=0)
+    model: Any = compiled(fsdp.shard(build(_two_layers)))
     output = model(TwoTensor(torch.ones(4, WIDTH), torch.zeros(4, WIDTH)))
     with pytest.raises(NotImplementedError) as raised:
         output.sum().backward()
