@@ -64,6 +64,15 @@ def backward_reaches(leaf: Tensor) -> bool:
     return torch._C._will_engine_execute_node(node)  # torch 2.13
 
 
+@torch.compiler.assume_constant_result
+def traced_functions() -> list[tuple[str, str]]:
+    """(file, name) of the functions that Dynamo traces now, the outermost first.
+
+    Only for code that is traced, where it becomes a constant.
+    """
+    return [(frame.filename, frame.name) for frame in torch._guards.TracingContext.extract_stack()]  # torch 2.13
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that `mesh` is a dimension of; `mesh` itself when it is none."""
     return mesh._get_root_mesh()  # torch 2.13
@@ -316,6 +325,18 @@ def register_foreach_type(cls: type[Tensor]) -> None:
             supported.append(cls)
 
 
+def skip_optimizer_helpers() -> None:
+    """For an optimizer that is compiled, and runs eagerly where it meets wrapper tensors. Idempotent.
+
+    Dynamo would compile these helpers on their own, once for each scalar, and give up on some after eight: then one
+    takes tensors for what another has made numbers. Inlined in what is traced they stay what they are.
+    """
+    from torch.optim.optimizer import _get_value, _stack_if_compiling  # torch 2.13
+
+    for helper in (_get_value, _stack_if_compiling):
+        skip_frame(helper)
+
+
 def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of an operator by their declared names, defaults filled in."""
     declared = func._schema.arguments  # torch 2.13
@@ -424,6 +445,38 @@ def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
     from torch.utils._pytree import tree_map_only  # torch 2.13
 
     return tree_map_only(Tensor, function, values)
+
+
+def saved_tensor(stream: Any) -> tuple[Tensor, int]:
+    """Of what torch.save wrote: a fake of the tensor, and at which byte of `stream` its storage begins."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # torch 2.13
+
+    with FakeTensorMode():
+        fake = torch.load(stream, weights_only=True)
+    return fake, fake.untyped_storage()._checkpoint_offset  # torch 2.13
+
+
+def set_along_path(nested: dict[str, Any], path: Any, value: Any) -> None:
+    """nested[path[0]][path[1]]... = value; strings are keys of dicts, integers indices of lists, made where missing."""
+    from torch.distributed.checkpoint._traverse import set_element  # torch 2.13
+
+    set_element(nested, path, value)
+
+
+def non_persistent_buffers(model: torch.nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    """The buffers that no state dict holds, by name."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in (model.named_modules() if recurse else [("", model)])
+        for name, buffer in module._buffers.items()  # torch 2.13
+        if buffer is not None and name in module._non_persistent_buffers_set  # torch 2.13
+    }
+
+
+def swap_contents(one: Tensor, other: Tensor) -> None:
+    """torch.utils.swap_tensors of two of one class, also where somebody has weak references to them, as Dynamo has."""
+    torch._C._swap_tensor_impl(one, other)  # torch 2.13
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
 
 
 def storage_id(tensor: Tensor) -> int:

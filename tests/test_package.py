@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "codegen": {"_compat", "ir", "codegen", "schedule.plan"},
     "runtime": {"_compat", "ir.ops", "runtime", "schedule.plan", "sharding"},
     "sharding": {"_compat", "ir.ops", "sharding", "runtime.collectives"},
-    "sharding.param": {"_compat", "sharding.param_ops"},
+    "sharding.param": {"_compat", "sharding.param_ops", "sharding.chunks", "sharding.place"},
+    "sharding.chunks": {"sharding.boxes", "sharding.place"},
     "options": set(),
     "_compat": set(),
 }

@@ -5,11 +5,14 @@ gloo and NCCL both run these; a buffer must not be written between issue and wai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 # Renamed in torch 2.13; the old names warn there.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -56,17 +59,46 @@ def any_rank(flags: Sequence[bool], device: torch.device, group: dist.ProcessGro
     return [bool(flag) for flag in union.tolist()]
 
 
-def scatter_from_first(piece: Tensor, full: Tensor | None, group: dist.ProcessGroup) -> None:
-    """Give every rank its `piece` of rank 0's `full`, which is None on the other ranks."""
-    pieces = None if full is None else list(wire_view(full).chunk(group.size()))
-    dist.scatter(wire_view(piece), pieces, group=group, group_src=0)
+def scatter_from(source: int, part: Tensor, parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Set every rank's `part` from rank `source`'s `parts`, one a rank; other ranks give none."""
+    dist.scatter(wire_view(part), [wire_view(each) for each in parts] or None, group=group, group_src=source)
 
 
-def broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Overwrite `tensor`, of any layout and dtype, by rank 0's."""
+def broadcast_from(source: int, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Overwrite `tensor`, of any layout and dtype, by rank `source`'s."""
     once = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     elements = tensor.detach().as_strided(once, tensor.stride())  # an expanded tensor's, each once
     contiguous = elements.contiguous()
-    dist.broadcast(wire_view(contiguous.view(-1)), group=group, group_src=0)
+    dist.broadcast(wire_view(contiguous.view(-1)), group=group, group_src=source)
     if contiguous.data_ptr() != elements.data_ptr():
         elements.copy_(contiguous)
+
+
+def objects_of_ranks(value: T, group: dist.ProcessGroup) -> list[T]:
+    """Every rank's `value`, pickled, in the order of ranks."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def object_from(source: int, value: T, group: dist.ProcessGroup) -> T:
+    """Rank `source`'s `value`, pickled."""
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=source)
+    return values[0]
+
+
+def agree(check: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """The result of `check` on this rank. Where it raises, all ranks raise: the others a ValueError with its words."""
+    own: Exception | None = None
+    try:
+        result = check()
+    except Exception as raised:
+        own = raised
+    words = str(own) if isinstance(own, ValueError) else repr(own)
+    others = [each for each in objects_of_ranks(None if own is None else words, group) if each is not None]
+    if own is not None:
+        raise own
+    if others:
+        raise ValueError(others[0])
+    return result

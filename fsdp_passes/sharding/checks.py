@@ -12,16 +12,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parameter import is_lazy
 
-from fsdp_passes._compat import root_mesh
+from fsdp_passes._compat import root_mesh, storage_id
 from fsdp_passes.sharding.precision import Precision
 
 
-def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
-    """`mesh`, or one dimension over all ranks; ValueError when it does not fit the ranks or the model."""
+def resolve_mesh(mesh: DeviceMesh | None, device_type: str | None) -> DeviceMesh:
+    """`mesh`, or one dimension over all ranks; ValueError when it does not fit the ranks or the model.
+
+    device_type: of the model's values; None when it has none yet.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError("mesh: expected an initialised process group (init_process_group or torchrun), got none")
     if mesh is None:
-        return init_device_mesh(device_type, (dist.get_world_size(),))
+        return init_device_mesh(device_type or _device_type_of_ranks(), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh: expected a DeviceMesh or None, got {type(mesh).__name__}")
     if mesh.ndim != 1:
@@ -32,9 +35,15 @@ def resolve_mesh(mesh: DeviceMesh | None, device_type: str) -> DeviceMesh:
             f"mesh: expected a mesh over all {dist.get_world_size()} ranks, or a dimension of one, "
             f"got a mesh over {whole}"
         )
-    if mesh.device_type != device_type:
+    if device_type not in (None, mesh.device_type):
         raise ValueError(f"model: expected parameters on the mesh's device {mesh.device_type}, got {device_type}")
     return mesh
+
+
+def _device_type_of_ranks() -> str:
+    """What the default process group communicates between: CPUs with gloo, else accelerators where there are any."""
+    accelerator = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def check_types(precision: object, reshard_after_forward: object) -> None:
@@ -66,22 +75,28 @@ class _Memory:
     def __init__(self, model: nn.Module) -> None:
         owned = [(*_interval(param), name) for name, param in model.named_parameters() if param.numel()]
         self._intervals = sorted(owned)
-        for (_, end, name), (start, _, other) in itertools.pairwise(self._intervals):
-            if start < end:
+        for (space, _, end, name), (other_space, start, _, other) in itertools.pairwise(self._intervals):
+            if space == other_space and start < end:
                 raise ValueError(f"model: expected parameters with memory of their own, got {name} and {other} in one")
 
     def owner_of(self, tensor: torch.Tensor) -> str | None:
         """The name of a parameter that `tensor` shares memory with."""
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
             return None
-        first, last = _interval(tensor)
-        return next((name for start, end, name in self._intervals if first < end and start < last), None)
+        where, first, last = _interval(tensor)
+        overlaps = (
+            name for space, start, end, name in self._intervals if where == space and first < end and start < last
+        )
+        return next(overlaps, None)
 
 
-def _interval(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses [first, last) of the elements."""
+def _interval(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Addresses [first, last) of the elements, after the space that they count in: a meta tensor's is its storage."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+    space, first = 0, tensor.data_ptr()
+    if tensor.is_meta:
+        space, first = storage_id(tensor), int(tensor.storage_offset()) * tensor.element_size()
+    return space, first, first + (reach + 1) * tensor.element_size()
 
 
 def _check_parameter(name: str, param: torch.Tensor) -> None:
@@ -98,13 +113,23 @@ def _check_parameter(name: str, param: torch.Tensor) -> None:
 
 
 def _check_devices(model: nn.Module) -> None:
-    tensors = list(model.named_parameters()) + list(model.named_buffers())
-    device = tensors[0][1].device
-    if device.type == "meta":
-        raise ValueError(f"model: expected parameters with values, got {tensors[0][0]} on the meta device")
-    for name, tensor in tensors:
-        if tensor.device != device:
-            raise ValueError(f"model: expected everything on {device}, got {name} on {tensor.device}")
+    """Everything on one device, but buffers may have values where the parameters have none yet."""
+    first_name, first = next(model.named_parameters())
+    for name, param in model.named_parameters():
+        if param.device != first.device:
+            raise ValueError(
+                f"model: expected all parameters on {first.device}, as {first_name} is, got {name} on {param.device}"
+            )
+    expected = device_of_values(model) or first.device
+    for name, buffer in model.named_buffers():
+        if buffer.device != expected and not (first.is_meta and buffer.is_meta):
+            raise ValueError(f"model: expected everything on {expected}, got {name} on {buffer.device}")
+
+
+def device_of_values(model: nn.Module) -> torch.device | None:
+    """Where the model's values are; None when all of it is on the meta device."""
+    tensors = [next(model.parameters()), *model.buffers()]
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), None)
 
 
 def _check_module(path: str, module: nn.Module, params: _Memory) -> None:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_passes.runtime.collectives import Done, issue_reduce_scatter
 from fsdp_passes.sharding.grad_buffer import GradBuffer, GradSlot
 from fsdp_passes.sharding.param import ShardedParam
-from fsdp_passes.sharding.pending import PendingGrad
+from fsdp_passes.sharding.pending import PendingGrad, refuse_pending
 
 if TYPE_CHECKING:
     from fsdp_passes.sharding.group import FlatGroup
@@ -82,9 +82,12 @@ class GroupGradients:
         """Start the reduce-scatter of what was accumulated; of zeros if that is nothing."""
         assert self._in_flight is None
         buffer = self.open()
-        params = frozenset(i for i, piece in enumerate(self.group.layout.pieces) if piece in buffer.written)
+        params = frozenset(i for i in self._trained() if self.group.layout.pieces[i] in buffer.written)
         self.buffer, self.differentiated, full = None, False, buffer.take()
         self._in_flight = _Reduction(*issue_reduce_scatter(full, self.group.process_group), params)
+
+    def _trained(self) -> set[int]:
+        return set(range(len(self.group.names))) - self.group.frozen
 
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight, if there is one, and add it to what was reduced in this window."""
@@ -125,22 +128,33 @@ class GroupGradients:
         return piece.clone() if self.group.layout.world_size > 1 else piece
 
     def _mean(self, piece: Tensor) -> Tensor:
-        """Divides `piece` in place."""
+        """Divides `piece` in place. Frozen parameters get zeros: once unfrozen, the next mean is added to this one."""
         divided = piece.div_(self.group.model.gradient_divide_factor(self.group.layout.world_size))
+        for index in self.group.frozen:
+            self.group.local(divided, index).zero_()
         return divided.to(self.group.shard.dtype)
 
     def grad_of(self, index: int) -> Tensor | None:
         param = self.group.params[index]
-        written = self.buffer is not None and self.group.layout.pieces[index] in self.buffer.written
-        if written or self._is_unsettled(index):
+        if self._is_pending(index):
             return PendingGrad(param, self.group.unit)
         if index not in self.settled or self.group.shard.grad is None:
             return None
         return ShardedParam(self.group.local(self.group.shard.grad, index), param.place, is_param=False)
 
+    def _is_pending(self, index: int) -> bool:
+        """Whether the parameter has a gradient of a window that is not over."""
+        written = self.buffer is not None and self.group.layout.pieces[index] in self.buffer.written
+        return (written and index not in self.group.frozen) or self._is_unsettled(index)
+
     def _is_unsettled(self, index: int) -> bool:
         """Whether the parameter's reduction was issued, but its window is not over."""
         return index in self.reduced_params or (self._in_flight is not None and index in self._in_flight.params)
+
+    def set_trained(self, index: int, trained: bool) -> None:
+        if self.buffer is not None or self.reduced is not None:
+            refuse_pending("requires_grad_", self.group.unit)
+        self.group.set_trained(index, trained)
 
     def set_grad(self, index: int, grad: Tensor | None) -> None:
         """None discards what this parameter has accumulated or reduced; a tensor sharded alike replaces it."""

@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_passes._compat import backward_reaches, running_backward
+from fsdp_passes._compat import backward_reaches, running_backward, swap_contents
 from fsdp_passes.ir.ops import set_owner
 from fsdp_passes.runtime.collectives import Done, issue_all_gather
 from fsdp_passes.sharding.grad_buffer import GradSlot
 from fsdp_passes.sharding.gradients import GroupGradients
 from fsdp_passes.sharding.layout import Layout
-from fsdp_passes.sharding.param import Place, ShardedParam
+from fsdp_passes.sharding.param import ShardedParam
+from fsdp_passes.sharding.place import Place
+from fsdp_passes.sharding.poison import poison
 
 if TYPE_CHECKING:
     from fsdp_passes.sharding.model import ShardedModel
@@ -42,14 +44,43 @@ class FlatGroup:
         self.process_group = process_group
         self.compute_dtype, self.reduce_dtype, self.reshard = compute_dtype, reduce_dtype, reshard
         self.model = model
+        # Parameters without a gradient, though backward may compute one for the sake of the others.
+        self.frozen = set() if shard.requires_grad else set(range(len(names)))
         self._own(shard)
 
     def _own(self, shard: nn.Parameter) -> None:
-        self.shard = shard
         self.gradients = GroupGradients(self)
+        self._hold(shard)
+
+    def _hold(self, shard: nn.Parameter) -> None:
+        self.shard = shard
         self._wire: tuple[int, Tensor] | None = None
         self.params = [self._make_param(index) for index in range(len(self.names))]
         set_owner(shard, self)
+
+    def move_to(self, device: torch.device) -> None:
+        """Unwritten memory on `device`, none on the meta device. Shard and parameters stay the objects they are.
+
+        An exception leaves all as it was.
+        """
+        shard, params = self.shard, self.params
+        values = torch.zeros(shard.shape, dtype=shard.dtype, device=device)
+        self._hold(nn.Parameter(values, requires_grad=shard.requires_grad))
+        for param in self.params:
+            poison(param.local)
+        pairs = list(zip((shard, *params), (self.shard, *self.params), strict=True))
+        done: list[tuple[Tensor, Tensor]] = []
+        try:
+            for old, new in pairs:
+                vars(new).update({key: value for key, value in vars(old).items() if key not in vars(new)})  # the user's
+                swap_contents(old, new)
+                done.append((old, new))
+        except BaseException:
+            for old, new in done:
+                swap_contents(old, new)
+            raise
+        finally:
+            self.shard, self.params = shard, params
 
     def _make_param(self, index: int) -> ShardedParam:
         place = Place(
@@ -61,9 +92,15 @@ class FlatGroup:
             process_group=self.process_group,
         )
         local = _slice_of_shard(self.shard.detach(), place)
-        param = ShardedParam(local, place, requires_grad=self.shard.requires_grad)
+        param = ShardedParam(local, place, requires_grad=index not in self.frozen)
         param.bind(self.gradients, index)
         return param
+
+    def set_trained(self, index: int, trained: bool) -> None:
+        """Freeze or unfreeze a parameter. The shard is a leaf that needs a gradient while one of them is trained."""
+        self.frozen = self.frozen - {index} if trained else self.frozen | {index}
+        self.shard.requires_grad_(len(self.frozen) < len(self.params))
+        self.model.forget_deferral()
 
     def local(self, flat: Tensor, index: int) -> Tensor:
         """This rank's piece of parameter `index` in `flat`, a tensor laid out like the shard."""
@@ -90,7 +127,7 @@ class FlatGroup:
 
     def reduce(self, full_grad: Tensor) -> Tensor:
         """Called where another backend runs the graph: the result goes through autograd into shard.grad."""
-        self.gradients.settled |= set(range(len(self.params)))
+        self.gradients.settled |= set(range(len(self.params))) - self.frozen
         return self.gradients.reduce_now(full_grad)
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_passes._compat import mark_as_parameter, queue_backward_callback, running_backward
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 class ShardedModel:
     """State of one sharded model."""
 
-    def __init__(self, input_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, device: torch.device, input_dtype: torch.dtype | None = None) -> None:
+        self.device = device  # where values are, or belong while the shards are on the meta device
         self.input_dtype = input_dtype  # cast the root's floating inputs to it; None: leave them
         self.groups: list[FlatGroup] = []
         self.requires_sync = True
@@ -31,7 +33,12 @@ class ShardedModel:
         self._deferred_by_limit: dict[int | None, frozenset[str] | None] = {None: None}
         self._reducing: FlatGroup | None = None
         self._gathered: dict[int, _Gathered] | None = None  # while an eager forward runs
+        self.is_computing = False  # whether it is there: all that traced code depends on
         self._recomputing: int | None = None  # the backward whose recomputation opened that forward
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self.groups[0].process_group
 
     def gradient_divide_factor(self, world_size: int) -> float:
         return world_size if self.divide_factor is None else self.divide_factor
@@ -53,6 +60,10 @@ class ShardedModel:
         if accumulate_bytes is not None and accumulate_bytes not in self._deferred_by_limit:
             self._deferred_by_limit[accumulate_bytes] = choose_deferred(self.full_grad_bytes(), accumulate_bytes)
         self.deferred_units = self._deferred_by_limit[accumulate_bytes]
+
+    def forget_deferral(self) -> None:
+        """The next forward chooses anew which units defer: other parameters are trained now."""
+        self._deferred_by_limit = {None: None}
 
     def full_grad_bytes(self) -> dict[str, int]:
         """What the gradients of each trained unit take unreduced."""
@@ -93,37 +104,41 @@ class ShardedModel:
         if all(group.gradients.reduced is None for group in self.groups):
             return
         flags = [i in group.gradients.reduced_params for group in self.groups for i in range(len(group.params))]
-        on_some_rank = iter(any_rank(flags, self.groups[0].shard.device, self.groups[0].process_group))
+        on_some_rank = iter(any_rank(flags, self.device, self.process_group))
         for group in self.groups:
             group.gradients.settle({index for index in range(len(group.params)) if next(on_some_rank)})
 
     def in_forward(self) -> bool:
         """Whether eager code computes with the parameters now: in a forward, or where backward recomputes one."""
         if self._gathered is not None and self._recomputing not in (None, running_backward()):
-            self._gathered = None  # an exception ended that backward
+            self._set_gathered(None)  # an exception ended that backward
         return self._gathered is not None
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """An eager forward: parameters are read as views of one gather a flat group, dropped at its end."""
-        self._gathered, self._recomputing = {}, None
+        gathered: dict[int, _Gathered] = {}
+        self._set_gathered(gathered)
         try:
             yield
-            if any(gathered.was_edited() for gathered in self._gathered.values()):
+            if any(each.was_edited() for each in gathered.values()):
                 raise RuntimeError(
                     "fsdp_passes: expected forward to leave its parameters alone, got an in-place operation on one, "
                     "which edited a gathered copy; edit it outside of forward"
                 )
         finally:
-            self._gathered = None
+            self._set_gathered(None)
 
     def recompute(self) -> None:
         """Open a forward until the backward that runs now is over: a checkpoint recomputes a part of one in it."""
-        self._gathered, self._recomputing = {}, running_backward()
+        self._set_gathered({}, running_backward())
         queue_backward_callback(self._end_recompute)
 
     def _end_recompute(self) -> None:
-        self._gathered = None
+        self._set_gathered(None)
+
+    def _set_gathered(self, gathered: dict[int, _Gathered] | None, recomputing: int | None = None) -> None:
+        self._gathered, self._recomputing, self.is_computing = gathered, recomputing, gathered is not None
 
     def read(self, group: FlatGroup, index: int) -> Tensor:
         """Parameter `index` of `group` in an eager forward. A leaf in every grad mode, as parameters are."""

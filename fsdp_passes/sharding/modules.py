@@ -11,16 +11,17 @@ What replaced a parameter in its module (torch.func.functional_call) is read as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from fsdp_passes._compat import running_backward, skip_frame
+from fsdp_passes._compat import running_backward, skip_frame, traced_functions
 from fsdp_passes.sharding.model import ShardedModel
-from fsdp_passes.sharding.param import ShardedParam
+from fsdp_passes.sharding.param import NeedsWholeParameter, ShardedParam
 
 if TYPE_CHECKING:
     from fsdp_passes.sharding.group import FlatGroup
@@ -35,7 +36,7 @@ class Read:
 
     def __init__(self, group: FlatGroup, index: int) -> None:
         self.group, self.index = group, index
-        self.shard = group.shard
+        self.shard, self.param = group.shard, group.params[index]
         self.world_size = group.layout.world_size
         self.dtype = group.compute_dtype
         self.reshard, self.reduce_dtype = group.reshard, group.reduce_dtype
@@ -44,10 +45,18 @@ class Read:
         self.shape = tuple(group.layout.shapes[index])
 
     def traced(self) -> Tensor:
+        self.check_values()
         full = torch.ops.fsdp_opt.unshard(
             self.shard, self.world_size, self.dtype, reshard=self.reshard, reduce_dtype=self.reduce_dtype
         )
         return full.split_with_sizes(self.sizes)[self.piece].view(self.shape)
+
+    def check_values(self) -> None:
+        if self.shard.device.type == "meta":  # `is_meta` would be a node of the graph
+            raise RuntimeError(
+                "fsdp_passes: expected a model with values in forward, got one on the meta device; call "
+                "fsdp_passes.load_full_state_dict(model, state_dict), or with None for initial values"
+            )
 
 
 class ShardedModule(ModuleMixin):
@@ -67,8 +76,7 @@ class ShardedModule(ModuleMixin):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """In a forward the values and dtypes that the forward computes with; else the ShardedParams."""
-        model = self._fsdp_model
-        if not torch.compiler.is_compiling() and (model is None or not model.in_forward()):
+        if not self._is_in_forward():
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         seen: list[Read] = []
@@ -82,13 +90,32 @@ class ShardedModule(ModuleMixin):
                     seen.append(read)
                 yield (f"{path}.{name}" if path else name), value
 
+    def _is_in_forward(self) -> bool:
+        model = self._fsdp_model
+        if not torch.compiler.is_compiling():
+            return model is not None and model.in_forward()
+        return model is not None and (model.is_computing or (__file__, "__call__") in traced_functions())
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name in self._fsdp_reads and param is not self._parameters.get(name):
             raise RuntimeError(
                 f"fsdp_passes: {type(self).__name__}.{name} is sharded and cannot be replaced (assignment, "
                 "load_state_dict(assign=True)); copy into it: p.copy_(full_tensor)"
             )
+        if isinstance(param, ShardedParam) and name not in self._fsdp_reads:
+            raise RuntimeError(
+                f"fsdp_passes: expected a plain parameter for {type(self).__name__}.{name}, got a sharded one; tie "
+                "parameters, and prune them, before shard()"
+            )
         super().register_parameter(name, param)
+
+    def share_memory(self) -> NoReturn:
+        raise RuntimeError("fsdp_passes: sharded parameters are not shared with processes; use full_state_dict(model)")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *state = reduced
+        return (_make, (make, _NotPickled(args)), *state)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """`model.to(...)`: buffers follow; a change of the parameters' dtype or device is refused."""
@@ -99,6 +126,26 @@ class ShardedModule(ModuleMixin):
             return super()._apply(fn, recurse)
         finally:
             self.__dict__["_parameters"] = kept
+
+
+@dataclass(frozen=True)
+class _NotPickled:
+    """What makes a module's copy; its class is found under no name."""
+
+    args: tuple[Any, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NotPickled:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NeedsWholeParameter(
+            "fsdp_passes: pickling a sharded module needs its whole parameters; "
+            "save fsdp_passes.full_state_dict(model)."
+        )
+
+
+def _make(make: Callable[..., nn.Module], how: _NotPickled) -> nn.Module:
+    return make(*how.args)
 
 
 def _refuse_move(shard: Tensor, fn: Any) -> None:
@@ -116,7 +163,10 @@ def _parameter_property(name: str) -> property:
         if not torch.compiler.is_compiling():
             return _read_now(self, name)
         entry = self._parameters[name]
-        return self._fsdp_reads[name].traced() if type(entry) is ShardedParam else entry
+        if type(entry) is not ShardedParam:
+            return entry
+        read = self._fsdp_reads[name]
+        return read.traced() if entry is read.param else _read_now(self, name)
 
     skip_frame(get)
     return property(get)
@@ -124,7 +174,9 @@ def _parameter_property(name: str) -> property:
 
 @torch.compiler.disable
 def _read_now(module: Any, name: str) -> Any:
-    entry, model = module._parameters.get(name), module._fsdp_model
+    if name not in module._parameters:
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+    entry, model = module._parameters[name], module._fsdp_model
     if type(entry) is not ShardedParam:
         return entry
     if not model.in_forward():
@@ -132,6 +184,12 @@ def _read_now(module: Any, name: str) -> Any:
             return entry
         model.recompute()
     read = module._fsdp_reads[name]
+    read.check_values()
+    if entry is not read.param or entry.store is not read.group.gradients:
+        raise NeedsWholeParameter(
+            f"fsdp_passes: expected {type(module).__name__}.{name} as shard() made it, or a plain tensor, got another "
+            "sharded tensor in its place (functional_call, swap_tensors); give forward p.full_tensor()."
+        )
     return model.read(read.group, read.index)
 
 
@@ -149,5 +207,5 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...], root: type | Non
     return type(cls.__name__, bases, body)
 
 
-for _frame in (ShardedModule.__call__, ShardedModule.named_parameters, Read.traced):
+for _frame in (ShardedModule.__call__, ShardedModule.named_parameters, Read.traced, Read.check_values):
     skip_frame(_frame)

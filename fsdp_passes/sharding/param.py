@@ -10,50 +10,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_passes import _compat
+from fsdp_passes.sharding.chunks import Chunked
+from fsdp_passes.sharding.place import Place
 
 
 class NeedsWholeParameter(RuntimeError):
     """Elements of other ranks are needed. No TypeError: Python would make NotImplemented of `p - x`."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a parameter lies in the flat buffer of its group.
-
-    shape: of the parameter. offset: of its first element in the flat buffer. shard_elems: elements of the
-    flat buffer that each rank owns; rank r owns [r * shard_elems, (r + 1) * shard_elems).
-    """
-
-    shape: torch.Size
-    offset: int
-    shard_elems: int
-    rank: int
-    world_size: int
-    process_group: dist.ProcessGroup
-
-    def piece(self, rank: int) -> tuple[int, int]:
-        """Elements [start, stop) of the flattened parameter that `rank` holds; start == stop when none."""
-        numel, first = self.shape.numel(), rank * self.shard_elems - self.offset
-        return min(max(first, 0), numel), min(max(first + self.shard_elems, 0), numel)
-
-    @property
-    def start(self) -> int:
-        return self.piece(self.rank)[0]
-
-    @property
-    def stop(self) -> int:
-        return self.piece(self.rank)[1]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
-        return self  # a process group cannot be copied, and nothing here changes
 
 
 class GradStore(Protocol):
@@ -66,10 +35,12 @@ class GradStore(Protocol):
 
     def set_grad(self, index: int, grad: Tensor | None) -> None: ...
 
+    def set_trained(self, index: int, trained: bool) -> None: ...
+
     def add_post_hook(self, index: int, hook: Callable[[Tensor], None]) -> Any: ...
 
 
-class ShardedParam(Tensor):
+class ShardedParam(Chunked, Tensor):
     """A tensor of shape `place.shape` and of `local`'s dtype and device, of which this rank holds `local`.
 
     local: 1-D, elements [place.start, place.stop) of the flattened parameter, a view of the flat shard.
@@ -80,13 +51,14 @@ class ShardedParam(Tensor):
     _place: Place
     _store: GradStore | None
     _index: int
+    _seen_version: int | None  # of the memory, when `.data` gave this view of it
 
     def __new__(
         cls, local: Tensor, place: Place, *, requires_grad: bool = False, is_param: bool = True
     ) -> ShardedParam:
         param: ShardedParam = _compat.wrapper_tensor(cls, local, place.shape, requires_grad)
         param._local, param._place = local, place
-        param._store, param._index = None, -1
+        param._store, param._index, param._seen_version = None, -1, None
         if is_param:
             _compat.mark_as_parameter(param)
         return param
@@ -94,6 +66,10 @@ class ShardedParam(Tensor):
     @property
     def place(self) -> Place:
         return self._place
+
+    @property
+    def store(self) -> GradStore | None:
+        return self._store
 
     @property
     def local(self) -> Tensor:
@@ -113,11 +89,14 @@ class ShardedParam(Tensor):
 
     def bind(self, store: GradStore, index: int) -> None:
         """Keep `.grad` in `store` under `index`; from now on what would detach the piece is refused."""
-        if self.requires_grad:
-            # Autograd would write a gradient that `.grad` never shows.
-            Tensor.register_hook(self, _refuse_gradient)
+        self._refuse_autograd()
         self._store, self._index = store, index
         _compat.mark_as_parameter(self)
+
+    def _refuse_autograd(self) -> None:
+        """Autograd would write a gradient that `.grad` never shows."""
+        if self.requires_grad and not self._backward_hooks:
+            Tensor.register_hook(self, _refuse_gradient)
 
     @property
     def grad(self) -> Tensor | None:
@@ -141,18 +120,29 @@ class ShardedParam(Tensor):
 
     @property
     def data(self) -> ShardedParam:
-        return ShardedParam(self._local, self._place, is_param=False)
+        view = ShardedParam(self._local, self._place, is_param=False)
+        view._seen_version = self._local._version
+        return view
 
     @data.setter
     def data(self, source: Tensor) -> None:
+        """Copies, where torch would share memory."""
         if not self._matches(source):
             raise NeedsWholeParameter(
                 f"fsdp_passes: .data of a sharded parameter expects a tensor sharded alike, {self.dtype} on "
                 f"{self.device}, got {_kind(source)}; use p.copy_(full); set dtype and device before shard()."
             )
+        if source._seen_version not in (None, source._local._version) and not self._shares_memory(source):
+            raise NeedsWholeParameter(
+                "fsdp_passes: .data of a sharded parameter expects values that stayed what they were when they were "
+                "read, got a view that was written since, as where two .data are swapped; read p.data.clone()."
+            )
         self.data.copy_(source)
 
-    def _matches(self, other: Tensor) -> bool:
+    def _shares_memory(self, other: ShardedParam) -> bool:
+        return _compat.storage_id(self._local) == _compat.storage_id(other._local)
+
+    def _matches(self, other: Tensor) -> TypeGuard[ShardedParam]:
         """`other` holds the same piece of a tensor of the same dtype, on the same device."""
         alike = isinstance(other, ShardedParam) and other._place == self._place
         return alike and other.dtype == self.dtype and other.device == self.device
@@ -166,12 +156,13 @@ class ShardedParam(Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParam:
-        if self._store is not None and requires_grad != self.requires_grad:
-            raise NeedsWholeParameter(
-                f"fsdp_passes: requires_grad={requires_grad} on a parameter that was sharded with "
-                f"requires_grad={self.requires_grad}; freeze before shard()."
-            )
+        """Between accumulation windows also of a bound parameter, whose `.grad` stays what it is."""
+        if self._store is None or requires_grad == self.requires_grad:
+            Tensor.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
+            return self
+        self._store.set_trained(self._index, requires_grad)
         Tensor.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
+        self._refuse_autograd()
         return self
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -184,8 +175,8 @@ class ShardedParam(Tensor):
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """`hook(p)` runs after each reduction that gives the parameter a gradient."""
-        if self._store is None:
-            return super().register_post_accumulate_grad_hook(hook)
+        if self._store is None or not self.requires_grad:
+            return super().register_post_accumulate_grad_hook(hook)  # torch's own error for a frozen one
         return self._store.add_post_hook(self._index, hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParam:
@@ -203,8 +194,8 @@ class ShardedParam(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise NeedsWholeParameter(
-            "fsdp_passes: pickling a sharded parameter needs the whole parameter; "
-            "save p.full_tensor(), or fsdp_passes.full_state_dict(model)."
+            "fsdp_passes: pickling a sharded parameter needs the whole parameter; save p.full_tensor(), "
+            "fsdp_passes.full_state_dict(model), or fsdp_passes.full_optimizer_state_dict(model, optimizer)."
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -214,11 +205,8 @@ class ShardedParam(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.autograd.grad:
-            raise NeedsWholeParameter(
-                "fsdp_passes: torch.autograd.grad on a sharded parameter, which autograd never sees; "
-                "call backward() and read p.grad."
-            )
+        if func in _REFUSED:
+            raise NeedsWholeParameter(f"fsdp_passes: {_REFUSED[func]}.")
         return _compat.call_past_torch_function(func, types, args, kwargs)
 
     @classmethod
@@ -232,14 +220,40 @@ class ShardedParam(Tensor):
         return serve(func, args, kwargs or {})
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """A plain full copy. Of a sharded tensor it is collective."""
+    return tensor.full_tensor() if isinstance(tensor, ShardedParam) else tensor.detach().clone()
+
+
+# Functions that would end in an error of torch's that does not say what to do, or in none.
+_REFUSED: dict[Any, str] = {
+    torch.autograd.grad: "torch.autograd.grad on a sharded parameter, which autograd never sees; "
+    "call backward() and read p.grad",
+    Tensor.share_memory_: "a sharded parameter is a part of its group's memory, which is not shared with processes; "
+    "use p.full_tensor()",
+    Tensor.module_load: "loading by swapping tensors (torch.__future__.set_swap_module_params_on_conversion) would "
+    "detach a sharded parameter; switch it off, or use p.copy_(full)",
+}
+_REFUSED |= {
+    function: f"{name} needs the whole parameter, and this rank holds a piece; use p.full_tensor().{name}()"
+    for name, function in {"numpy": Tensor.numpy, "tolist": Tensor.tolist, "__array__": Tensor.__array__}.items()
+}
+
+
 def refuse(func: Any, how: str = "") -> NoReturn:
+    """`func`, used `how`, is not right on a piece."""
+    if _compat.running_backward() is not None:
+        _refuse_gradient(None)
+    what = f"{func} {how}".strip()
+    hint = "p.full_tensor()"
+    if "plain" in how:
+        hint += ", or shard the other: torch.empty_like(p.data).copy_(full)"
     raise NeedsWholeParameter(
-        f"fsdp_passes: {f'{func} {how}'.strip()} needs the whole parameter, and this rank holds a piece; "
-        "use p.full_tensor()."
+        f"fsdp_passes: {what} needs the whole parameter, and this rank holds a piece; use {hint}."
     )
 
 
-def _refuse_gradient(grad: Tensor) -> NoReturn:
+def _refuse_gradient(grad: Tensor | None) -> NoReturn:
     raise NeedsWholeParameter(
         "fsdp_passes: backward reached a sharded parameter that was used outside its module's forward; "
         "use it under torch.no_grad(), or read it inside the forward."
@@ -252,3 +266,4 @@ def _kind(tensor: Tensor) -> str:
 
 
 _compat.register_foreach_type(ShardedParam)
+_compat.skip_optimizer_helpers()

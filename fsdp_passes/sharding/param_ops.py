@@ -51,9 +51,11 @@ LISTS = _overloads(
 )
 LISTS |= _overloads("adam_ adamw_ sgd_ adagrad_", prefix="_fused_")
 RANDOM_INIT = _overloads("normal_ uniform_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_")
+VIEWS = _overloads("view unsqueeze squeeze") - {aten.view.dtype}
 FACTORIES = _overloads("new_empty new_empty_strided new_zeros new_ones new_full")
 
 
+@torch.compiler.disable
 def serve(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run operator `func` on pieces, or raise NeedsWholeParameter."""
     handler = _HANDLERS.get(func)
@@ -153,9 +155,31 @@ def _random_init(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     return target
 
 
+def _put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """p[mask] = number, with a mask of p's shape, whole or sharded like p."""
+    target, indices, value, *rest = args
+    mask = indices[0]
+    if len(indices) > 1 or mask is None or mask.dtype != torch.bool or mask.shape != target.shape or value.dim():
+        refuse(func)
+    func(target._local, [_piece_of_source(func, mask, target)], value, *rest, **kwargs)
+    return target
+
+
+def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The number of a 0-dim tensor, which one rank holds. One collective."""
+    return args[0].full_tensor().item()
+
+
 def _factory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """p.new_zeros(size) takes dtype and device from p and nothing else: a plain tensor."""
-    return func(args[0]._local, *args[1:], **kwargs)
+    """p.new_zeros(size) takes dtype and device from p and nothing else: a plain tensor.
+
+    But p.new_empty(p.shape, device=...) is sharded: so torch's StateDictStager (2.13) begins a copy of p, which gets
+    p's attributes next.
+    """
+    tensor, *rest = args
+    if func is aten.new_empty.default and rest == [list(tensor.shape)] and kwargs.get("device") is not None:
+        return _sharded_like(tensor, func(tensor._local, list(tensor._local.shape), **kwargs))
+    return func(tensor._local, *rest, **kwargs)
 
 
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -165,8 +189,8 @@ def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedParam:
     """Pieces are of the flattened parameter, so it has the same ones in another shape."""
-    tensor, size = args
-    shape = torch.empty(tensor.shape, device="meta").view(size).shape
+    tensor, *rest = args
+    shape = func(torch.empty(tensor.shape, device="meta"), *rest).shape
     return ShardedParam(tensor._local, dataclasses.replace(tensor._place, shape=shape), is_param=False)
 
 
@@ -178,6 +202,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = (
     | dict.fromkeys([aten.copy_.default, aten.fill_.Tensor], _copy)
     | {aten._foreach_copy_.default: _foreach_copy}
     | dict.fromkeys([aten.detach.default, aten.alias.default], _detach)
-    | {aten.view.default: _view}
+    | dict.fromkeys(VIEWS, _view)
+    | {aten._local_scalar_dense.default: _item}
+    | dict.fromkeys([aten.index_put_.default, aten._index_put_impl_.default], _put)
     | param_reduce.HANDLERS
 )

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fsdp_passes._compat import named_arguments
 from fsdp_passes.runtime.collectives import issue_all_gather
-from fsdp_passes.sharding.param import Place, ShardedParam, refuse
+from fsdp_passes.sharding.param import ShardedParam, refuse
+from fsdp_passes.sharding.place import Place
 
 aten = torch.ops.aten
 

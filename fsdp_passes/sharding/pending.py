@@ -58,9 +58,12 @@ class PendingGrad(Tensor):
 
 
 def _refuse(func: Any, unit: str | None) -> NoReturn:
-    where = "" if unit is None else f" of unit {unit!r}"
     name = getattr(func, "__name__", str(func))
-    action = f"reading .{func.__self__.__name__}" if name == "__get__" else name
+    refuse_pending(f"reading .{func.__self__.__name__}" if name == "__get__" else name, unit)
+
+
+def refuse_pending(action: str, unit: str | None) -> NoReturn:
+    where = "" if unit is None else f" of unit {unit!r}"
     raise GradientNotReduced(
         f"fsdp_passes: expected reduced gradients for {action}, got one{where} that is still "
         "accumulating; run the last backward outside of no_sync() (or after set_requires_gradient_sync(True)) first"

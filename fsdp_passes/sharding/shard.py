@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,45 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_passes._compat import map_tensors
-from fsdp_passes.runtime.collectives import broadcast_from_first, scatter_from_first
-from fsdp_passes.sharding.checks import check_model, check_types, resolve_mesh
+from fsdp_passes.runtime.collectives import broadcast_from, scatter_from
+from fsdp_passes.sharding.checks import check_model, check_types, device_of_values, resolve_mesh
 from fsdp_passes.sharding.group import FlatGroup
 from fsdp_passes.sharding.layout import Layout, align_elems, plan_layout
 from fsdp_passes.sharding.model import ShardedModel
-from fsdp_passes.sharding.modules import ModuleMixin, Read, sharded_class
+from fsdp_passes.sharding.modules import Read, sharded_class
 from fsdp_passes.sharding.precision import Precision
+from fsdp_passes.sharding.root import ShardedRoot
 from fsdp_passes.sharding.units import GroupPlan, Units, find_units, plan_groups
 
 _SAME = Precision(reduce=None)
-
-
-class ShardedRoot(ModuleMixin):
-    """Methods of the model that was given to `shard()`."""
-
-    _fsdp_model: ShardedModel
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dtype = self._fsdp_model.input_dtype
-        if dtype is not None:
-            args, kwargs = map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
-        return super().__call__(*args, **kwargs)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards that run inside add to this rank's sum; the first one after it reduces."""
-        return self._fsdp_model.no_sync()
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Whether backwards reduce from now on."""
-        if not isinstance(requires_gradient_sync, bool):
-            raise ValueError(f"requires_gradient_sync: expected a bool, got {requires_gradient_sync!r}")
-        self._fsdp_model.requires_sync = requires_gradient_sync
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum over ranks by `factor` instead of the number of ranks."""
-        if not isinstance(factor, int | float) or not 0 < factor < math.inf:
-            raise ValueError(f"factor: expected a finite number above 0, got {factor!r}")
-        self._fsdp_model.divide_factor = float(factor)
+_SCATTERED_BYTES = 16 << 20  # laid flat at a time, and copied once more by gloo: small beside a unit
 
 
 def shard(
@@ -64,7 +35,8 @@ def shard(
 
     Every rank ends with rank 0's parameters and buffers. Names and shapes stay; each parameter becomes a
     `ShardedParam` that holds 1/world_size of its unit's flat buffer. Make the optimizer afterwards: it would go on
-    holding the parameters of before.
+    holding the parameters of before. A model on the meta device stays there, until one of `load_full_state_dict`,
+    `load_safetensors` and `load_state_dict` gives it values.
 
     mesh: 1-D, over all ranks (None) or one dimension of a mesh over all ranks.
     units: what gathers together: "auto" (blocks, embeddings, head), module classes, names, or a
@@ -76,26 +48,40 @@ def shard(
     """
     target = unwrap(model)
     check_model(target)
-    mesh = resolve_mesh(mesh, next(target.parameters()).device.type)
+    device = device_of_values(target)
+    mesh = resolve_mesh(mesh, None if device is None else device.type)
     precision = _SAME if precision is None else precision
     check_types(precision, reshard_after_forward)
     plans = plan_groups(target, find_units(target, units))
     reshards = {plan.unit: _reshards(reshard_after_forward, plan.unit) for plan in plans}
 
-    state = ShardedModel(precision.param if precision.cast_inputs else None)
+    state = ShardedModel(device or _own_device(mesh), precision.param if precision.cast_inputs else None)
     classes: dict[Any, type] = {}
     for module in target.modules():
         _change_class(module, state, module is target, classes)
     for plan in plans:
         _shard_group(plan, mesh.get_group(), precision, reshards[plan.unit], state)
     for buffer in target.buffers():
-        broadcast_from_first(buffer, mesh.get_group())
+        if not buffer.is_meta:
+            broadcast_from(0, buffer, mesh.get_group())
     return model
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside torch.compile's wrapper, so that its name never shows."""
     return getattr(model, "_orig_mod", model)
+
+
+def original_name(name: str) -> str:
+    """A parameter's name without those of torch.compile's wrappers inside the model."""
+    return name.replace("_orig_mod.", "")
+
+
+def _own_device(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of the mesh: the current one where there are several."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def _reshards(reshard_after_forward: bool | Callable[[str], bool], unit: str) -> bool:
@@ -124,7 +110,10 @@ def _shard_group(
     compute, reduce = precision.compute_dtype(like.dtype), precision.reduce_dtype(like.dtype)
     align = align_elems([like.dtype, compute, reduce])
     layout = plan_layout([param.shape for param in plan.params], process_group.size(), align)
-    shard = nn.Parameter(_scatter(plan.params, layout, process_group), requires_grad=like.requires_grad)
+    piece = torch.empty(layout.shard_elems, dtype=like.dtype, device=like.device)
+    if not piece.is_meta:
+        scatter_values(0, plan.params, layout, piece, process_group)
+    shard = nn.Parameter(piece, requires_grad=like.requires_grad)
     group = FlatGroup(
         unit=plan.unit,
         names=tuple(plan.names),
@@ -145,14 +134,27 @@ def _shard_group(
     plan.params.clear()
 
 
-def _scatter(params: Sequence[Tensor], layout: Layout, process_group: dist.ProcessGroup) -> Tensor:
-    """This rank's piece of rank 0's parameters; only rank 0 ever holds the flat whole."""
-    like = params[0]
-    piece = torch.empty(layout.shard_elems, dtype=like.dtype, device=like.device)
-    full = None
-    if process_group.rank() == 0:
-        full = torch.zeros(layout.full_elems, dtype=like.dtype, device=like.device)
-        for param, offset in zip(params, layout.offsets, strict=True):
-            full[offset : offset + param.numel()].view(param.shape).copy_(param.detach())
-    scatter_from_first(piece, full, process_group)
-    return piece
+def scatter_values(
+    source: int, values: Sequence[Tensor], layout: Layout, piece: Tensor, process_group: dist.ProcessGroup
+) -> None:
+    """Set `piece`, this rank's of a flat group, from the parameters that rank `source` has, 16 MiB at a time."""
+    ranks = range(process_group.size())
+    flat = [value.detach().reshape(-1) for value in values]  # a copy only of what is not contiguous
+    for start, part in _parts(piece, _SCATTERED_BYTES // (piece.itemsize * len(ranks)) + 1):
+        firsts = [rank * layout.shard_elems + start for rank in ranks] if process_group.rank() == source else []
+        parts = [_flat_range(flat, layout, first, torch.zeros_like(part)) for first in firsts]
+        scatter_from(source, part, parts, process_group)
+
+
+def _parts(piece: Tensor, elems: int) -> Iterator[tuple[int, Tensor]]:
+    """Where each part begins, and the part."""
+    return ((start, piece[start : start + elems]) for start in range(0, piece.numel(), elems))
+
+
+def _flat_range(flat: Sequence[Tensor], layout: Layout, first: int, zeros: Tensor) -> Tensor:
+    """`zeros` with what a flat group holds from element `first` on."""
+    for value, shape, offset in zip(flat, layout.shapes, layout.offsets, strict=True):
+        start, stop = max(offset, first), min(offset + shape.numel(), first + zeros.numel())
+        if start < stop:
+            zeros[start - first : stop - first].copy_(value[start - offset : stop - offset])
+    return zeros

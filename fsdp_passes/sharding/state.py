@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_passes.sharding.model import ShardedModel
-from fsdp_passes.sharding.shard import unwrap
+from fsdp_passes.sharding.shard import original_name, unwrap
 
 
 def sharded_state(model: nn.Module) -> ShardedModel:
@@ -30,7 +30,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         for param, offset in zip(group.params, group.layout.offsets, strict=True):
             full[id(param)] = flat[offset : offset + param.numel()].view(param.shape).clone()
     state = unwrap(model).state_dict(keep_vars=True)
-    return {name: full[id(value)] if id(value) in full else _copy(value) for name, value in state.items()}
+    return {
+        original_name(name): full[id(value)] if id(value) in full else _copy(value) for name, value in state.items()
+    }
 
 
 def _copy(value: Any) -> Any:

@@ -5,26 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-import demo
 import pytest
 import torch
 import torch.nn.functional as F
 from memory import open_meter
-from rich.console import Console
 from torch import Tensor, nn
 
 import fsdp_passes as fsdp
 from fsdp_passes.sharding.state import sharded_state
-from tests.dist import pool
+from tests.dist import metered, pool
 from tests.dist.models import build, compiled
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 PATHS = ("views", "cat_last", "cat")
 WIDTH, HIDDEN, PAIRS_PER_BLOCK = 512, (1152, 1216, 1280), 4
 MICROBATCHES = 4
@@ -87,14 +80,7 @@ def main(world_size: int) -> None:
 @pytest.fixture(scope="module")
 def held() -> dict[str, dict[str, int]]:
     """Measured on one rank, in a process with the counter."""
-    meter = demo.build_meter(Console(stderr=True))
-    assert meter is not None
-    # A block that is mapped by itself has the size that was asked for, whatever was freed before.
-    environment = os.environ | {"LD_PRELOAD": str(meter), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "tools")])
-    command = [sys.executable, "-c", f"from {__name__} import main; main(1)"]
-    done = subprocess.run(command, env=environment, cwd=CHECKOUT, check=True, stdout=subprocess.PIPE, timeout=300)
-    return json.loads(done.stdout)
+    return metered.run(__name__, "main(1)")
 
 
 def needed(parts: dict[str, int]) -> int:

@@ -122,6 +122,11 @@ def _meta_buffer() -> nn.Module:
     return model
 
 
+def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
 _MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "no module": (lambda: [nn.Linear(2, 2)], "model: expected an nn.Module, got list"),
     "no parameter": (nn.ReLU, "model: expected at least one parameter, got none"),
@@ -145,11 +150,7 @@ _MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _with_parameter(_post_hooked),
         "model: expected parameters without hooks, got 0.weight with one",
     ),
-    "meta": (
-        lambda: tiny().to("meta"),
-        "model: expected parameters with values, got 0.weight on the meta device",
-    ),
-    "two devices": (_mixed_devices, "model: expected everything on cpu, got 2.weight on meta"),
+    "two devices": (_mixed_devices, "model: expected all parameters on cpu, as 0.weight is, got 2.weight on meta"),
     "buffer on another device": (_meta_buffer, "model: expected everything on cpu, got 1.running_mean on meta"),
     "TorchScript": (
         lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))),
@@ -182,6 +183,14 @@ _MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "two parameters in one memory": (
         lambda: _with_parameters_in_one_memory(),
         "model: expected parameters with memory of their own, got ",
+    ),
+    "two parameters in one memory on the meta device": (
+        lambda: _on_meta(_with_parameters_in_one_memory),
+        "model: expected parameters with memory of their own, got ",
+    ),
+    "view of a parameter on the meta device": (
+        lambda: _on_meta(lambda: KeepsReference(lambda weight: weight[1].detach())),
+        "model: expected parameters to be reached as attributes only, got KeepsReference.kept, which shares",
     ),
     "gradient": (
         lambda: _with_gradient(),

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_passes.sharding.param import NeedsWholeParameter, Place, ShardedParam
+from fsdp_passes.sharding.param import NeedsWholeParameter, ShardedParam
+from fsdp_passes.sharding.place import Place
 from tests.dist import pool
 
 # On 2 and on 3 ranks: 0-dim, nothing at all, wholly on one rank, across ranks, padding behind most of them.
@@ -39,6 +40,7 @@ class Flat:
     shard: Tensor
     grads: dict[int, Tensor | None] = field(default_factory=dict)
     hooks: list[Any] = field(default_factory=list)
+    trained: dict[int, bool] = field(default_factory=dict)
 
     # A GradStore, as the package has one.
     def grad_of(self, index: int) -> Tensor | None:
@@ -46,6 +48,9 @@ class Flat:
 
     def set_grad(self, index: int, grad: Tensor | None) -> None:
         self.grads[index] = grad
+
+    def set_trained(self, index: int, trained: bool) -> None:
+        self.trained[index] = trained
 
     def add_post_hook(self, index: int, hook: Callable[[Tensor], None]) -> Any:
         self.hooks.append((index, hook))
@@ -564,8 +569,6 @@ def guards() -> None:
     made = model()
     param, other = made.params[3], made.params[4]
     expect: dict[str, Callable[[], Any]] = {
-        r"freeze before shard\(\)": lambda: param.requires_grad_(False),
-        r"sharded with requires_grad=True": lambda: setattr(param, "requires_grad", False),
         "register_post_accumulate_grad_hook": lambda: param.register_hook(lambda grad: grad),
         r"p\.copy_\(full\)": lambda: setattr(param, "data", torch.ones(MATRIX)),
         r"float32 on cpu, got a sharded tensor.*bfloat16": lambda: setattr(param, "data", param.data.bfloat16()),
@@ -576,9 +579,16 @@ def guards() -> None:
     for sentence, attempt in expect.items():
         with pytest.raises(NeedsWholeParameter, match=sentence):
             attempt()
-    param.requires_grad_(True)
-    param.requires_grad = True
     assert param.grad is None
+    param.requires_grad = False
+    (param * 2).sum()
+    frozen = made.params[0].requires_grad_(False).requires_grad_(True)
+    assert frozen.requires_grad and made.trained == {3: False, 0: True}
+    with pytest.raises(NeedsWholeParameter, match="outside its module's forward"):
+        (frozen * 2).sum().backward()
+    late = model(requires_grad=False).params[3].requires_grad_()
+    with pytest.raises(NeedsWholeParameter, match="outside its module's forward"):
+        (late * 2).sum().backward()
 
 
 def test_what_would_detach_the_piece_is_refused() -> None:
