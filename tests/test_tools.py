@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import demo
 import first_step
 import pytest
@@ -15,6 +16,7 @@ import torch
 import train
 from corpus import SEPARATOR, VOCAB_SIZE, read_corpus, token_batches
 from memory import open_meter
+from parallel import process_group
 from rich.console import Console
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -123,6 +125,7 @@ def test_results_of_a_run(tmp_path, meter):
         "compile_s",
         "peak_bytes",
         "rest_bytes",
+        "held_out",
     ]
     embeddings, norms, attention, mlp = 2 * VOCAB_SIZE * 32, 3 * 32, 3 * 32 * 32, 3 * 32 * 48
     assert results["num_params"] == embeddings + norms + attention + mlp
@@ -143,12 +146,54 @@ def test_every_backend_computes_what_plain_data_parallel_does(backend, tmp_path)
     assert results["num_params"] == expected["num_params"]
 
 
+# --- checkpoints ------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_where_it_was(tmp_path):
+    """From its second save: the third was cut off before its end, and a fourth has just begun."""
+    runs = tmp_path / "runs"
+    flags = ("--steps=6", "--warmup=2", "--decay", "--eval-every=2", "--options", "codegen=fx")
+    whole = run_train(*flags, f"--save={runs}", "--save-every=2", folder=tmp_path, num_ranks=2)
+    (runs / "step_6" / ".metadata").unlink()
+    (runs / "step_10").mkdir()
+    rest = run_train(*flags, f"--resume={runs}", folder=tmp_path, num_ranks=2)
+    assert rest["losses"] == whole["losses"][4:]
+    assert list(whole["held_out"]) == ["2", "4", "6"]
+    assert rest["held_out"] == {"6": whole["held_out"]["6"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["none", "fsdp2", "fsdp1"])
+def test_a_run_goes_on_with_another_backend(then, tmp_path):
+    flags = ("--steps=4", f"--save={tmp_path}", "--save-every=2")
+    whole = run_train("--backend=fsdp_opt", *flags, folder=tmp_path, num_ranks=2)
+    (tmp_path / "step_4" / ".metadata").unlink()
+    rest = run_train(f"--backend={then}", "--steps=4", f"--resume={tmp_path}", folder=tmp_path, num_ranks=2)
+    assert rest["losses"] == pytest.approx(whole["losses"][2:], abs=1e-5)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    error = pytest.raises(FileNotFoundError, match=r"--resume: expected a checkpoint step_<n> in .*, got none")
+    with process_group("cpu"), error:
+        checkpoints.load_newest(tmp_path, {})
+
+
+def test_the_learning_rate_rises_and_falls():
+    flags = train.parse_flags(["--warmup", "3", "--decay", "--steps", "13"])
+    factors = [train.lr_factor(step, flags) for step in range(14)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[3:] == sorted(factors[3:], reverse=True)
+    assert factors[13] == pytest.approx(0.1)
+    assert train.lr_factor(5, train.parse_flags([])) == 1.0
+
+
 # --- memory -----------------------------------------------------------------------------------------
 
 COUNT = """
 import ctypes, threading
 import torch
 from memory import open_meter
+from parallel import process_group
 
 libc = ctypes.CDLL(None)
 for name in ("malloc", "calloc", "realloc", "reallocarray", "aligned_alloc", "valloc", "pvalloc"):

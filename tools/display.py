@@ -17,11 +17,14 @@ def mebibytes(num_bytes: int | None) -> str:
 
 
 @contextlib.contextmanager
-def step_display(title: str, num_steps: int, *, enabled: bool) -> Iterator[ShowStep]:
-    """Gives `show(loss, tokens_per_s, peak_bytes)`, to be called once a step; silent unless `enabled`."""
+def step_display(title: str, num_steps: int, *, first: int = 0, enabled: bool = True) -> Iterator[ShowStep]:
+    """Gives `show(loss, tokens_per_s, peak_bytes)`, to be called once a step; silent unless `enabled`.
+
+    first: steps that were done before.
+    """
     console = Console(quiet=not enabled, highlight=False)
     show_steps = _bar if console.is_terminal else _lines
-    with show_steps(console, title, num_steps) as show:
+    with show_steps(console, title, num_steps, first) as show:
         yield show
 
 
@@ -30,12 +33,12 @@ def _describe(loss: float, tokens_per_s: float, peak_bytes: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _bar(console: Console, title: str, num_steps: int) -> Iterator[ShowStep]:
+def _bar(console: Console, title: str, num_steps: int, first: int) -> Iterator[ShowStep]:
     state = TextColumn("{task.description}")
     columns = (TextColumn(title), BarColumn(bar_width=24), MofNCompleteColumn(), state, TimeElapsedColumn())
     # Drawn once a step: a refresh thread would take CPU time from the ranks.
     with Progress(*columns, console=console, auto_refresh=False) as progress:
-        task = progress.add_task("compiling", total=num_steps)
+        task = progress.add_task("compiling", total=num_steps, completed=first)
         progress.refresh()
 
         def show(loss: float, tokens_per_s: float, peak_bytes: int | None) -> None:
@@ -46,14 +49,14 @@ def _bar(console: Console, title: str, num_steps: int) -> Iterator[ShowStep]:
 
 
 @contextlib.contextmanager
-def _lines(console: Console, title: str, num_steps: int) -> Iterator[ShowStep]:
-    steps_per_line = max(1, num_steps // NUM_LINES)
-    done = 0
+def _lines(console: Console, title: str, num_steps: int, first: int) -> Iterator[ShowStep]:
+    steps_per_line = max(1, (num_steps - first) // NUM_LINES)
+    done = first
 
     def show(loss: float, tokens_per_s: float, peak_bytes: int | None) -> None:
         nonlocal done
         done += 1
-        if done == 1 or done == num_steps or done % steps_per_line == 0:
+        if done in (first + 1, num_steps) or done % steps_per_line == 0:
             console.print(f"{title} step {done}/{num_steps}  {_describe(loss, tokens_per_s, peak_bytes)}")
 
     yield show

@@ -77,7 +77,7 @@ def measure(train_flags: list[str]) -> Result:
     """CPU seconds by phase of a first step in this process, and how many regions there were."""
     flags = train.parse_flags(train_flags)
     with process_group("cpu") as device:
-        step, _ = train.build_step(flags, device)
+        step = train.build_run(flags, device).step
         clock = PhaseClock()
         for (module, name), phase in WRAPPED.items():
             mock.patch.object(module, name, clock.timed(phase, getattr(module, name))).start()

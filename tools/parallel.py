@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     MixedPrecision,
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+State = dict[str, Any]
 NoSync = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -63,6 +65,29 @@ class Trainee:
     forward: Callable[..., Any]
     no_sync: NoSync
 
+    def get_state(self, optimizer: torch.optim.Optimizer) -> State:
+        """The state of model and optimizer, sharded as they are, with the same names for every backend."""
+        model, optim = get_state_dict(self.model, optimizer)
+        return {"model": model, "optim": optim}
+
+    def set_state(self, optimizer: torch.optim.Optimizer, state: State) -> None:
+        """Take on what torch.distributed.checkpoint loaded into `get_state`'s result."""
+        set_state_dict(self.model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+class ShardedTrainee(Trainee):
+    """One whose model fsdp_passes has sharded."""
+
+    def get_state(self, optimizer: torch.optim.Optimizer) -> State:
+        import fsdp_passes as fsdp
+
+        return fsdp.state_dict(self.model, optimizer)
+
+    def set_state(self, optimizer: torch.optim.Optimizer, state: State) -> None:
+        import fsdp_passes as fsdp
+
+        fsdp.load_state_dict(self.model, optimizer, state)
+
 
 def prepare(model: nn.Module, backend: str, setup: Setup) -> Trainee:
     """Shard and compile `model` (fp32, on the device, equal on all ranks) for one of `BACKENDS`."""
@@ -76,11 +101,11 @@ def _fsdp_opt(model: nn.Module, setup: Setup) -> Trainee:
     model = fsdp.shard(model, precision=precision)
     no_sync = cast(NoSync, model.no_sync)
     if not setup.by_block:
-        return Trainee(model, torch.compile(model, backend="fsdp_opt", options=setup.options), no_sync)
+        return ShardedTrainee(model, torch.compile(model, backend="fsdp_opt", options=setup.options), no_sync)
     for block in model.modules():
         if isinstance(block, setup.blocks):
             block.compile(backend="fsdp_opt", options=setup.options)
-    return Trainee(model, model, no_sync)
+    return ShardedTrainee(model, model, no_sync)
 
 
 def _fsdp2(model: nn.Module, setup: Setup) -> Trainee:

@@ -2,47 +2,33 @@
 
 python tools/train.py --backend none
 torchrun --nproc-per-node 2 tools/train.py --backend fsdp_opt --dump dumps
+torchrun --nproc-per-node 2 tools/train.py --steps 20 --save runs --save-every 10
+torchrun --nproc-per-node 3 tools/train.py --steps 30 --resume runs --save runs
 """
 
 import argparse
 import ast
 import contextlib
-import functools
 import json
-import statistics
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import checkpoints
 import torch
 import torch.distributed as dist
 from corpus import VOCAB_SIZE, read_corpus, token_batches
 from display import step_display
 from memory import Meter, open_meter
 from parallel import BACKENDS, Setup, Trainee, prepare, process_group
+from results import StepRecord, summarize, tokens_per_step
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-# Dense bf16 peaks in TFLOP/s from NVIDIA's data sheets (H100, H200, A100), by torch's name for the device.
-PEAK_TFLOPS = (
-    ("NVIDIA H100 80GB HBM3", 989.0),
-    ("NVIDIA H200", 989.0),
-    ("NVIDIA A100-SXM4-40GB", 312.0),
-    ("NVIDIA A100-SXM4-80GB", 312.0),
-)
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one optimizer step did; bytes are this rank's, None when nothing counts them."""
-
-    loss: float
-    seconds: float
-    cpu_seconds: float
-    peak_bytes: int | None
-    rest_bytes: int | None
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
@@ -56,7 +42,13 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="of the compute")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each layer in backward")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=1e-3, help="at its highest")
+    parser.add_argument("--warmup", type=_count, default=0, metavar="STEPS", help="in which it rises from 0")
+    parser.add_argument("--decay", action="store_true", help="let it fall to a tenth, as a cosine, until --steps")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="where checkpoints go: step_<n>, the last step always")
+    parser.add_argument("--save-every", type=_count, default=0, metavar="STEPS")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the newest whole checkpoint in it")
+    parser.add_argument("--eval-every", type=_count, default=0, metavar="STEPS", help="measure the held-out loss")
     parser.add_argument("--seed", type=int, default=0)
     sizes = {"layers": 4, "hidden": 128, "heads": 4, "kv-heads": 2, "intermediate": 384}
     for name, default in (sizes | {"seq": 128, "batch": 4, "microbatches": 2, "steps": 30}).items():
@@ -71,6 +63,13 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     if flags.dump:
         flags.options["dump_dir"] = flags.dump
     return flags
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected at least 0, got {value}")
+    return value
 
 
 def _positive(text: str) -> int:
@@ -128,7 +127,7 @@ def run_step(
     return torch.stack(losses).mean()
 
 
-def measure_step(step: Callable[[], Tensor], device: torch.device, meter: Meter) -> StepRecord:
+def measure_step(step: Callable[[], Tensor], meter: Meter) -> StepRecord:
     """Run `step` and measure it; the losses are averaged over the ranks after the clocks have stopped.
 
     That collective also lines the ranks up for the next step.
@@ -136,91 +135,118 @@ def measure_step(step: Callable[[], Tensor], device: torch.device, meter: Meter)
     meter.reset_peak()
     wall, cpu = time.perf_counter(), time.process_time()
     loss = step()
-    if device.type == "cuda":
+    if loss.device.type == "cuda":
         torch.cuda.synchronize()
     seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
     peak, rest = meter.peak_bytes(), meter.live_bytes()
-    dist.all_reduce(loss)
-    return StepRecord(loss.item() / dist.get_world_size(), seconds, cpu_seconds, peak, rest)
+    return StepRecord(mean_over_ranks(loss), seconds, cpu_seconds, peak, rest)
 
 
-def build_step(flags: argparse.Namespace, device: torch.device) -> tuple[Callable[[], Tensor], int]:
-    """The model and its data as the flags say: one optimizer step as a function, and the number of parameters."""
+def mean_over_ranks(value: Tensor) -> float:
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+@dataclass
+class Run:
+    """What one run trains, and how far it has come."""
+
+    flags: argparse.Namespace
+    trainee: Trainee
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler
+    batches: Iterator[Tensor]
+    held_out: list[Tensor]
+    num_params: int
+    steps: int = 0
+
+    def step(self) -> Tensor:
+        """One optimizer step; the mean loss of this rank, a 0-dim fp32 tensor."""
+        loss = run_step(self.trainee, self.optimizer, self.batches, self.flags.microbatches)
+        self.schedule.step()
+        self.steps += 1
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean loss over the held-out batches of all ranks; between steps, it changes no gradient."""
+        self.trainee.model.eval()
+        losses = [self.trainee.forward(input_ids=t, labels=t, use_cache=False).loss for t in self.held_out]
+        self.trainee.model.train()
+        return mean_over_ranks(torch.stack(losses).float().mean())
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds; the batches follow from the number of steps."""
+        progress = {"steps": self.steps, "schedule": self.schedule.state_dict()}
+        return {**self.trainee.get_state(self.optimizer), "progress": progress}
+
+    def resume(self, folder: Path) -> None:
+        state = checkpoints.load_newest(folder, self.state())
+        self.trainee.set_state(self.optimizer, state)
+        self.schedule.load_state_dict(state["progress"]["schedule"])
+        self.steps = state["progress"]["steps"]
+        for _ in range(self.steps * self.flags.microbatches):
+            next(self.batches)
+
+
+def build_run(flags: argparse.Namespace, device: torch.device) -> Run:
+    """The model, sharded and compiled, its optimizer and its data, as the flags say."""
     model = build_model(flags).to(device)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     setup = Setup(device, flags.dtype == "bf16", (LlamaDecoderLayer,), flags.options, flags.by_block)
     trainee = prepare(model, flags.backend, setup)
     optimizer = torch.optim.AdamW(trainee.model.parameters(), lr=flags.lr)
-    batches = token_batches(read_corpus(), batch=flags.batch, seq=flags.seq, seed=flags.seed, rank=dist.get_rank())
-    on_device = (tokens.to(device) for tokens in batches)
-    return functools.partial(run_step, trainee, optimizer, on_device, flags.microbatches), num_params
+    schedule = LambdaLR(optimizer, lambda step: lr_factor(step, flags))
+    batches, held_out = (_batches(flags, device, seed) for seed in (flags.seed, flags.seed + 1))
+    return Run(flags, trainee, optimizer, schedule, batches, [next(held_out) for _ in range(4)], num_params)
 
 
-def train(flags: argparse.Namespace, device: torch.device) -> tuple[list[StepRecord], int]:
-    """Train as the flags say; the records of all steps, and the model's number of parameters."""
-    step, num_params = build_step(flags, device)
-    meter = open_meter(device)
+def _batches(flags: argparse.Namespace, device: torch.device, seed: int) -> Iterator[Tensor]:
+    batches = token_batches(read_corpus(), batch=flags.batch, seq=flags.seq, seed=seed, rank=dist.get_rank())
+    return (tokens.to(device) for tokens in batches)
+
+
+def lr_factor(step: int, flags: argparse.Namespace) -> float:
+    """Of `--lr` in step number `step`, from 0 on."""
+    if step < flags.warmup:
+        return (step + 1) / (flags.warmup + 1)
+    done = (step - flags.warmup) / max(1, flags.steps - flags.warmup)
+    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, done)) if flags.decay else 1.0
+
+
+def train(run: Run) -> tuple[list[StepRecord], dict[int, float]]:
+    """Train to the number of steps in the flags: the records of these steps, and held-out losses by step."""
+    flags, meter = run.flags, open_meter(next(run.trainee.model.parameters()).device)
     records: list[StepRecord] = []
-    with step_display(flags.backend, flags.steps, enabled=dist.get_rank() == 0) as show:
-        for _ in range(flags.steps):
-            records.append(measure_step(step, device, meter))
+    held_out: dict[int, float] = {}
+    with step_display(flags.backend, flags.steps, first=run.steps, enabled=dist.get_rank() == 0) as show:
+        while run.steps < flags.steps:
+            records.append(measure_step(run.step, meter))
             last = records[-1]
             show(last.loss, tokens_per_step(flags) / last.seconds, last.peak_bytes)
-    return records, num_params
+            if _is_due(run.steps, flags.eval_every):
+                held_out[run.steps] = run.evaluate()
+            if flags.save and (_is_due(run.steps, flags.save_every) or run.steps == flags.steps):
+                checkpoints.save(flags.save, run.steps, run.state())
+    return records, held_out
 
 
-def tokens_per_step(flags: argparse.Namespace) -> int:
-    """Tokens that all ranks together see in one optimizer step."""
-    return flags.batch * flags.seq * flags.microbatches * dist.get_world_size()
-
-
-def summarize(flags: argparse.Namespace, records: list[StepRecord], num_params: int) -> dict[str, object]:
-    """The results as `--json` writes them. The first step compiles, so medians and bytes leave it out.
-
-    `cpu_s`, `peak_bytes` and `rest_bytes` are rank 0's, `tokens_per_s` all ranks', `model_tflops` one rank's
-    share; `mfu` is None where the device's peak is unknown.
-    """
-    steady = records[1:] or records
-    step_s = statistics.median(record.seconds for record in steady)
-    tokens_per_s = tokens_per_step(flags) / step_s
-    tflops = flops_per_token(flags, num_params) * tokens_per_s / dist.get_world_size() / 1e12
-    peak_tflops = dict(PEAK_TFLOPS).get(_device_name()) if flags.dtype == "bf16" else None
-    return {
-        "backend": flags.backend,
-        "world_size": dist.get_world_size(),
-        "num_params": num_params,
-        "losses": [record.loss for record in records],
-        "step_s": step_s,
-        "cpu_s": statistics.median(record.cpu_seconds for record in steady),
-        "tokens_per_s": tokens_per_s,
-        "model_tflops": tflops,
-        "mfu": tflops / peak_tflops if peak_tflops else None,
-        "compile_s": max(0.0, records[0].seconds - step_s),
-        "peak_bytes": _largest(record.peak_bytes for record in steady),
-        "rest_bytes": _largest(record.rest_bytes for record in steady),
-    }
-
-
-def flops_per_token(flags: argparse.Namespace, num_params: int) -> float:
-    """6 per matrix weight and 12 layers * hidden * seq for attention: PaLM (arXiv 2204.02311), appendix B."""
-    num_weights = num_params - VOCAB_SIZE * flags.hidden  # looking an embedding up is no product
-    return 6.0 * num_weights + 12.0 * flags.layers * flags.hidden * flags.seq
+def _is_due(steps: int, every: int) -> bool:
+    return every > 0 and steps % every == 0
 
 
 def main() -> None:
     flags = parse_flags()
     with process_group(flags.device) as device:
-        records, num_params = train(flags, device)
+        run = build_run(flags, device)
+        if flags.resume:
+            run.resume(flags.resume)
+        if run.steps >= flags.steps:
+            raise SystemExit(f"--steps: expected more than the {run.steps} that are done, got {flags.steps}")
+        records, held_out = train(run)
         if flags.json and dist.get_rank() == 0:
-            flags.json.write_text(json.dumps(summarize(flags, records, num_params), indent=1) + "\n")
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def _largest(values: Iterator[int | None]) -> int | None:
-    return max((value for value in values if value is not None), default=None)
+            results = summarize(flags, records, run.num_params) | {"held_out": held_out}
+            flags.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def _is_in_region(event: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("workload, checkpointing", [("net", True), ("demo", False), ("demo", True)])
+@pytest.mark.parametrize("workload, checkpointing", [("net", True), ("demo", False), pytest.param("demo", True, marks=pytest.mark.slow)])
 def test_what_runs_is_the_printed_plan(tmp_path: Path, workload: str, checkpointing: bool) -> None:
     results = pool.run(2, WORKLOADS[workload], str(tmp_path), checkpointing)
     for rank, result in enumerate(results):
