@@ -297,6 +297,7 @@ def test_phases_inside_of_phases_are_counted_once(monkeypatch):
     assert clock.spent == {"Dynamo": 1.0 + 5.0, "AOTAutograd": 0.0, "passes": 2.0 + 4.0, "Inductor": 3.0}
 
 
+@pytest.mark.slow
 def test_the_first_step_is_split_into_phases(tmp_path):
     """A second process finds on disk what the first compiled."""
     flags = [f"--{name}={value}" for name, value in TINY.items() if name not in ("layers", "device")]

@@ -69,7 +69,10 @@ def _is_in_region(event: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("workload, checkpointing", [("net", True), ("demo", False), pytest.param("demo", True, marks=pytest.mark.slow)])
+SLOW = [pytest.param("demo", checkpointing, marks=pytest.mark.slow) for checkpointing in (False, True)]
+
+
+@pytest.mark.parametrize("workload, checkpointing", [("net", True), *SLOW])
 def test_what_runs_is_the_printed_plan(tmp_path: Path, workload: str, checkpointing: bool) -> None:
     results = pool.run(2, WORKLOADS[workload], str(tmp_path), checkpointing)
     for rank, result in enumerate(results):
