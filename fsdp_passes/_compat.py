@@ -463,11 +463,11 @@ def set_along_path(nested: dict[str, Any], path: Any, value: Any) -> None:
     set_element(nested, path, value)
 
 
-def non_persistent_buffers(model: torch.nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+def non_persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
     """The buffers that no state dict holds, by name."""
     return {
         f"{path}.{name}" if path else name: buffer
-        for path, module in (model.named_modules() if recurse else [("", model)])
+        for path, module in model.named_modules()
         for name, buffer in module._buffers.items()  # torch 2.13
         if buffer is not None and name in module._non_persistent_buffers_set  # torch 2.13
     }

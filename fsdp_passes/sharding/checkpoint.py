@@ -152,7 +152,7 @@ def _fitting(
 
 @torch.no_grad()
 def _copy_values(entries: Entries, given: Mapping[str, Any]) -> None:
-    for param in {id(param): param for param in entries.params.values()}.values():
+    for param in entries.each_param:
         param.copy_(given[entries.given_name(param, given)])
     for name, buffer in entries.buffers.items():
         buffer.copy_(given[name])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_passes.sharding.model import ShardedModel
 from fsdp_passes.sharding.param import ShardedParam
-from fsdp_passes.sharding.shard import original_name
+from fsdp_passes.sharding.shard import original_name, unwrap
 
 _EXTRA_STATE = "_extra_state"  # how torch names what a module's get_extra_state() gives
 
@@ -53,7 +53,7 @@ class Entries:
         return entries
 
     def _check(self, model: nn.Module, state: ShardedModel) -> None:
-        params = {id(p): name for group in state.groups for name, p in zip(group.names, group.params, strict=True)}
+        params = {id(param): name for name, param in state.named_params()}
         buffers = {id(buffer) for buffer in model.buffers()}
         replaced = [name for key, name in params.items() if key not in self.names]
         replaced += [name for name, param in self.params.items() if id(param) not in params]
@@ -63,6 +63,11 @@ class Entries:
                 "model: expected a state_dict() with the model's own parameters and buffers, got one whose hooks "
                 f"replace or drop {', '.join(replaced)}"
             )
+
+    @property
+    def each_param(self) -> list[ShardedParam]:
+        """Each parameter once, whatever its names."""
+        return list({id(param): param for param in self.params.values()}.values())
 
     def given_name(self, param: ShardedParam, given: Container[str]) -> str:
         """The last of the parameter's names that `given` has: that is what stays where torch loads them in order."""
@@ -115,4 +120,4 @@ def set_extra_state(model: nn.Module, name: str, value: Any) -> None:
     """`name` as Entries has it, without the names of torch.compile's wrappers."""
     path = name.removesuffix(_EXTRA_STATE).removesuffix(".")
     module = next(module for key, module in model.named_modules() if original_name(f"{key}.").removesuffix(".") == path)
-    getattr(module, "_orig_mod", module).set_extra_state(value)
+    unwrap(module).set_extra_state(value)

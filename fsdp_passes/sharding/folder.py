@@ -62,7 +62,7 @@ class Folder:
         """
         of_model, of_state = self._part("model"), self._part("optim", "state")
         names = {path[1] for path in of_model}
-        live: dict[Any, Tensor] = {entries.given_name(param, names): param.data for param in entries.params.values()}
+        live: dict[Any, Tensor] = {entries.given_name(param, names): param.data for param in entries.each_param}
         live |= {name: buffer.detach() for name, buffer in entries.buffers.items()}
         wanted: dict[KeyPath, Any] = {("model", name): tensor for name, tensor in live.items()}
         wanted |= {path: _empty(entry) for path, entry in of_model.items() if path[1] in entries.extras}

@@ -82,12 +82,9 @@ class GroupGradients:
         """Start the reduce-scatter of what was accumulated; of zeros if that is nothing."""
         assert self._in_flight is None
         buffer = self.open()
-        params = frozenset(i for i in self._trained() if self.group.layout.pieces[i] in buffer.written)
+        params = frozenset(i for i in self.group.trained if self.group.layout.pieces[i] in buffer.written)
         self.buffer, self.differentiated, full = None, False, buffer.take()
         self._in_flight = _Reduction(*issue_reduce_scatter(full, self.group.process_group), params)
-
-    def _trained(self) -> set[int]:
-        return set(range(len(self.group.names))) - self.group.frozen
 
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight, if there is one, and add it to what was reduced in this window."""

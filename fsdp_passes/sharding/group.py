@@ -96,6 +96,10 @@ class FlatGroup:
         param.bind(self.gradients, index)
         return param
 
+    @property
+    def trained(self) -> set[int]:
+        return set(range(len(self.names))) - self.frozen
+
     def set_trained(self, index: int, trained: bool) -> None:
         """Freeze or unfreeze a parameter. The shard is a leaf that needs a gradient while one of them is trained."""
         self.frozen = self.frozen - {index} if trained else self.frozen | {index}
@@ -127,7 +131,7 @@ class FlatGroup:
 
     def reduce(self, full_grad: Tensor) -> Tensor:
         """Called where another backend runs the graph: the result goes through autograd into shard.grad."""
-        self.gradients.settled |= set(range(len(self.params))) - self.frozen
+        self.gradients.settled |= self.trained
         return self.gradients.reduce_now(full_grad)
 
     @property

@@ -68,16 +68,8 @@ def initialize(model: nn.Module, state: ShardedModel, blank: list[str]) -> None:
 
     ValueError, on all ranks: names those that no initialiser wrote.
     """
-    with _random_numbers_of_rank_0(state), state.device:
-        for module, initialisers in _visits(model):
-            with _whole(module, state.device) as params:
-                for initialise in initialisers:
-                    initialise()
-                for key, param in params.items():
-                    value = module._parameters[key]
-                    if value is not None and not is_unwritten(value):
-                        param.copy_(value)
-    pieces = {name: p.local for group in state.groups for name, p in zip(group.names, group.params, strict=True)}
+    _run_initialisers(model, state)
+    pieces = {name: param.local for name, param in state.named_params()}
     _refuse_unwritten({**pieces, **{name: model.get_buffer(name) for name in blank}}, state)
 
 
@@ -86,17 +78,26 @@ def initialize_buffers(model: nn.Module, state: ShardedModel, blank: list[str]) 
 
     ValueError, on all ranks: names those that no initialiser wrote.
     """
-    computed = [name for name in blank if name in non_persistent_buffers(model)]
+    non_persistent = non_persistent_buffers(model)
+    computed = [name for name in blank if name in non_persistent]
     if not computed:
         return
-    owners = {id(model.get_submodule(name.rpartition(".")[0])) for name in computed}
+    _run_initialisers(model, state, {id(model.get_submodule(name.rpartition(".")[0])) for name in computed})
+    _refuse_unwritten({name: model.get_buffer(name) for name in computed}, state)
+
+
+def _run_initialisers(model: nn.Module, state: ShardedModel, modules: set[int] | None = None) -> None:
+    """Of the modules with these ids (None: of all); their parameters get what was written."""
     with _random_numbers_of_rank_0(state), state.device:
         for module, initialisers in _visits(model):
-            if id(module) in owners:
-                with _whole(module, state.device):
+            if modules is None or id(module) in modules:
+                with _whole(module, state.device) as params:
                     for initialise in initialisers:
                         initialise()
-    _refuse_unwritten({name: model.get_buffer(name) for name in computed}, state)
+                    for key, param in params.items():
+                        value = module._parameters[key]
+                        if value is not None and not is_unwritten(value):
+                            param.copy_(value)
 
 
 def _visits(

@@ -116,7 +116,7 @@ def _read_headers(entries: Entries, path: Path) -> dict[str, StoredTensor]:
 
 
 def _read_values(entries: Entries, stored: Mapping[str, StoredTensor]) -> None:
-    for param in {id(param): param for param in entries.params.values()}.values():
+    for param in entries.each_param:
         stored[entries.given_name(param, stored)].read(param.local, param.place.start)
     for name, buffer in entries.buffers.items():
         whole = torch.empty(buffer.numel(), dtype=buffer.dtype, device=buffer.device)

@@ -17,6 +17,7 @@ from fsdp_passes.sharding.deferral import choose_deferred
 
 if TYPE_CHECKING:
     from fsdp_passes.sharding.group import FlatGroup
+    from fsdp_passes.sharding.param import ShardedParam
 
 
 class ShardedModel:
@@ -39,6 +40,11 @@ class ShardedModel:
     @property
     def process_group(self) -> dist.ProcessGroup:
         return self.groups[0].process_group
+
+    def named_params(self) -> Iterator[tuple[str, ShardedParam]]:
+        """Each parameter once, by the first of its names."""
+        for group in self.groups:
+            yield from zip(group.names, group.params, strict=True)
 
     def gradient_divide_factor(self, world_size: int) -> float:
         return world_size if self.divide_factor is None else self.divide_factor

@@ -157,12 +157,11 @@ class ShardedParam(Chunked, Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParam:
         """Between accumulation windows also of a bound parameter, whose `.grad` stays what it is."""
-        if self._store is None or requires_grad == self.requires_grad:
-            Tensor.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
-            return self
-        self._store.set_trained(self._index, requires_grad)
+        if self._store is not None and requires_grad != self.requires_grad:
+            self._store.set_trained(self._index, requires_grad)
         Tensor.requires_grad.__set__(self, requires_grad)  # type: ignore[attr-defined]
-        self._refuse_autograd()
+        if self._store is not None:
+            self._refuse_autograd()
         return self
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:

@@ -20,6 +20,7 @@ from fsdp_passes._compat import named_arguments
 from fsdp_passes.runtime.collectives import issue_all_gather
 from fsdp_passes.sharding.param import ShardedParam, refuse
 from fsdp_passes.sharding.place import Place
+from fsdp_passes.sharding.precision import is_inexact
 
 aten = torch.ops.aten
 
@@ -108,13 +109,13 @@ def _common_ranks(func: Any, tensors: Sequence[ShardedParam]) -> Place:
 
 
 def _sum(func: Any, tensor: ShardedParam, call: dict[str, Any]) -> Tensor:
-    counted = tensor.dtype if _is_inexact(tensor.dtype) else torch.int64
+    counted = tensor.dtype if is_inexact(tensor.dtype) else torch.int64
     return _total(tensor, call["dtype"] or counted, divisor=1)
 
 
 def _mean(func: Any, tensor: ShardedParam, call: dict[str, Any]) -> Tensor:
     dtype = call["dtype"] or tensor.dtype
-    if not _is_inexact(dtype):
+    if not is_inexact(dtype):
         return torch.mean(tensor._local)  # torch's own error, on every rank
     return _total(tensor, dtype, divisor=tensor.numel())
 
@@ -148,7 +149,7 @@ def _norm(func: Any, tensor: ShardedParam, call: dict[str, Any]) -> Tensor:
 def _norms(func: Any, tensors: list[ShardedParam], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """The `order`-norm of each tensor, in `dtype` or in its own real one; travels in float32 or float64."""
     for each in tensors:
-        if not _is_inexact(each.dtype):
+        if not is_inexact(each.dtype):
             torch.linalg.vector_norm(each._local)  # torch's own error, on every rank
     place = _common_ranks(func, tensors)
     is_double = torch.float64 in {dtype, *(t.dtype.to_real() for t in tensors)}
@@ -164,10 +165,6 @@ def _magnitudes(local: Tensor, order: float) -> Tensor:
     if local.numel():
         return local.abs() if local.is_complex() else local
     return local.new_full((1,), math.inf if order < 0 else 0, dtype=local.dtype.to_real())
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fsdp_passes.sharding.precision import is_inexact
+
 
 def poison(tensor: Tensor) -> None:
     """Overwrite all of `tensor`."""
@@ -21,7 +23,7 @@ def poison(tensor: Tensor) -> None:
 
 def has_unwritten(tensor: Tensor) -> bool:
     """Whether some element has no value; of integers whether none has."""
-    if _has_nan(tensor.dtype):
+    if is_inexact(tensor.dtype):
         return bool(_unwritten(tensor).any())
     return is_unwritten(tensor) and tensor.numel() > 0
 
@@ -34,16 +36,12 @@ def is_unwritten(tensor: Tensor) -> bool:
 def _unwritten(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.bool:
         return tensor.view(torch.uint8) == 255
-    if _has_nan(tensor.dtype):
+    if is_inexact(tensor.dtype):
         return (tensor.float() if tensor.itemsize == 1 else tensor).isnan()  # no kernels for 8-bit floats
     return tensor == _value(tensor.dtype)
 
 
-def _has_nan(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
 def _value(dtype: torch.dtype) -> float:
-    if _has_nan(dtype):
+    if is_inexact(dtype):
         return float("nan")
     return torch.iinfo(dtype).min if dtype.is_signed else torch.iinfo(dtype).max

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 import torch
 
 
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Floating or complex: with NaN, means and norms."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 @dataclass(frozen=True)
 class Precision:
     """Dtypes of a sharded model; shards, `.grad` and optimizer states keep the parameters' own.

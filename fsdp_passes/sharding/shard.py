@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -138,17 +138,16 @@ def scatter_values(
     source: int, values: Sequence[Tensor], layout: Layout, piece: Tensor, process_group: dist.ProcessGroup
 ) -> None:
     """Set `piece`, this rank's of a flat group, from the parameters that rank `source` has, 16 MiB at a time."""
-    ranks = range(process_group.size())
-    flat = [value.detach().reshape(-1) for value in values]  # a copy only of what is not contiguous
-    for start, part in _parts(piece, _SCATTERED_BYTES // (piece.itemsize * len(ranks)) + 1):
-        firsts = [rank * layout.shard_elems + start for rank in ranks] if process_group.rank() == source else []
+    ranks, is_source = range(process_group.size()), process_group.rank() == source
+    flat = (
+        [value.detach().reshape(-1) for value in values] if is_source else []
+    )  # a copy only of what is not contiguous
+    step = _SCATTERED_BYTES // (piece.itemsize * len(ranks)) + 1
+    for start in range(0, piece.numel(), step):
+        part = piece[start : start + step]
+        firsts = [rank * layout.shard_elems + start for rank in ranks] if is_source else []
         parts = [_flat_range(flat, layout, first, torch.zeros_like(part)) for first in firsts]
         scatter_from(source, part, parts, process_group)
-
-
-def _parts(piece: Tensor, elems: int) -> Iterator[tuple[int, Tensor]]:
-    """Where each part begins, and the part."""
-    return ((start, piece[start : start + elems]) for start in range(0, piece.numel(), elems))
 
 
 def _flat_range(flat: Sequence[Tensor], layout: Layout, first: int, zeros: Tensor) -> Tensor:
