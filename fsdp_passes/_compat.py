@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import logging
 import threading
 import warnings
@@ -12,11 +13,13 @@ from contextvars import copy_context
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 TESTED_VERSIONS = ("2.13", "2.14")
+_MEMORY = "_fsdp_passes_memory"  # an attribute of storages
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,6 +79,17 @@ def traced_functions() -> list[tuple[str, str]]:
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that `mesh` is a dimension of; `mesh` itself when it is none."""
     return mesh._get_root_mesh()  # torch 2.13
+
+
+def known_groups() -> list[dist.ProcessGroup]:
+    """The process groups that this rank is in."""
+    return list(dist.distributed_c10d._world.pg_names)  # torch 2.13
+
+
+def group_timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """How long a collective of the group may take; None: its backend does not say."""
+    backend = group._get_backend(group._device_types[0])  # torch 2.13
+    return getattr(getattr(backend, "options", None), "_timeout", None)  # torch 2.13
 
 
 def min_cut_partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
@@ -482,6 +496,16 @@ def swap_contents(one: Tensor, other: Tensor) -> None:
 def storage_id(tensor: Tensor) -> int:
     """Equal for tensors that share memory; for fake ones, too."""
     return tensor.untyped_storage()._cdata  # torch 2.13
+
+
+def storage_over(memory: Tensor, offset: int, elems: int, dtype: torch.dtype) -> Tensor:
+    """A 1-D tensor with a storage of its own, over `memory` from byte `offset` on, which it keeps alive."""
+    nbytes = elems * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(  # torch 2.13
+        memory.data_ptr() + offset, memory.device, nbytes
+    )
+    setattr(storage, _MEMORY, memory)
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(storage, 0, (elems,), (1,))
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:

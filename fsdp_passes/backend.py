@@ -1,7 +1,8 @@
 """`torch.compile(model, backend="fsdp_opt")`: the whole flow.
 
 Dynamo's graph ─ merge_reads ─► AOTAutograd ─ partition ─► forward graph, backward graph
-each graph ─ passes ─► scheduled graph ─ cut ─► plan + regions ─► executor
+each graph ─ passes ─► graph that gathers on demand ─ cut ─► plan + regions ─ schedule ─► executor
+the executors' first step ─► the order of the graphs ─ schedule ─► every later step
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from fsdp_passes.ir.passes import run_passes
 from fsdp_passes.options import Options
 from fsdp_passes.passes.pipeline import passes_of
 from fsdp_passes.runtime.executor import Executor
+from fsdp_passes.schedule.order import schedule, scheduled
+from fsdp_passes.schedule.plan import Call, Step
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +86,14 @@ def _compile_graph(
     label_shards(graph.graph, shards)
     refuse_gradients_in_parts(graph.graph, shards)
     declined = run_passes(graph, passes_of(direction, options), options.verify, dumps.write_graph)
-    plan = cut(graph, direction, trains)
+    plan = scheduled(cut(graph, direction, trains), options.in_flight)
     dumps.write_plan(plan)
     regions = Regions(plan.regions, options.codegen, direction)
-    return Executor(plan, regions, options.accumulate_bytes, report(graph.graph, plan, declined))
+    return Executor(plan, regions, partial(_schedule, folder), options, report(graph.graph, plan, declined))
+
+
+def _schedule(folder: DumpFolder, calls: Sequence[Call], in_flight: int | None) -> Sequence[tuple[Step, ...]]:
+    """What graphs do, once it is known that they run one after another."""
+    steps = schedule(calls, in_flight)
+    folder.write_order(calls, steps)
+    return steps

@@ -13,7 +13,10 @@ from fsdp_passes.codegen.regions import cut
 from fsdp_passes.codegen.variants import Regions
 from fsdp_passes.ir.ops import owner_of, set_owner
 from fsdp_passes.ir.text import dump, load
+from fsdp_passes.options import Options
 from fsdp_passes.runtime.executor import Executor
+from fsdp_passes.schedule.order import schedule, scheduled
+from fsdp_passes.schedule.plan import Plan
 from fsdp_passes.sharding.grad_buffer import GradSlot
 
 WORLD_SIZE = 2
@@ -23,24 +26,27 @@ class SimulatedGroup:
     """Owner of a shard whose every rank holds the same piece."""
 
     unit = "simulated"
+    version = 0
 
     def __init__(self, shard: Tensor) -> None:
         self._shard = shard
-        self.model = SimulatedModel()
+        self.model = SimulatedModel(self)
         self.forwards = 0
         self.grads: dict[int, Tensor] = {}
         self.written: set[int] = set()
         self.full_grad: Tensor | None = None
         self.pieces: list[tuple[int, ...] | None] = []
-        self.reductions = 0
+        self.reductions = self.finished = 0
 
     def gather(self, dtype: torch.dtype) -> Tensor:
         return torch.cat([self._shard] * WORLD_SIZE).to(dtype)
 
-    def issue_gather(self, dtype: torch.dtype) -> tuple[Tensor, SimulatedWork]:
+    def empty_full(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(WORLD_SIZE * self._shard.numel(), dtype=dtype)
+
+    def issue_gather(self, full: Tensor) -> SimulatedWork:
         """The buffer holds NaN until it is waited for."""
-        work = SimulatedWork(self.gather(dtype))
-        return work.buffer, work
+        return SimulatedWork(full, self.gather(full.dtype))
 
     def reduce(self, full_grad: Tensor) -> Tensor:
         return full_grad[: self._shard.numel()].to(self._shard.dtype)
@@ -74,6 +80,9 @@ class SimulatedGroup:
     def reduce_if_complete(self) -> None:
         self.reductions += 1
 
+    def finish_reduce(self) -> None:
+        self.finished = self.reductions
+
     @property
     def reduced(self) -> Tensor | None:
         """What the reduction gives this rank; None without one."""
@@ -81,21 +90,24 @@ class SimulatedGroup:
 
 
 class SimulatedModel:
-    def __init__(self) -> None:
+    device = torch.device("cpu")
+
+    def __init__(self, group: SimulatedGroup) -> None:
+        self.groups = [group]
         self.reports: dict[object, None] = {}
         self.accumulate_bytes: int | None = None
+        self.timeline: object | None = None
 
     def limit_accumulation(self, accumulate_bytes: int | None) -> None:
         self.accumulate_bytes = accumulate_bytes
 
 
 class SimulatedWork:
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-        self.buffer = torch.full_like(values, torch.nan)
+    def __init__(self, buffer: Tensor, values: Tensor) -> None:
+        self._buffer, self._values = buffer.fill_(torch.nan), values
 
     def wait(self) -> None:
-        self.buffer.copy_(self._values)
+        self._buffer.copy_(self._values)
 
 
 def graph(text: str) -> fx.GraphModule:
@@ -122,10 +134,15 @@ def random_inputs(gm: fx.GraphModule) -> list[Any]:
     return values
 
 
-def run_scheduled(gm: fx.GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
-    """What the executor makes of `gm`, a scheduled graph."""
+def executor(plan: Plan, regions: Regions, in_flight: int | None = None) -> Executor:
+    """What runs `plan`, which gathers on demand; what is released is poisoned."""
+    return Executor(scheduled(plan, in_flight), regions, schedule, Options(in_flight=in_flight, poison=True))
+
+
+def run_scheduled(gm: fx.GraphModule, inputs: list[Any], in_flight: int | None = None) -> tuple[Any, ...]:
+    """What the executor makes of `gm`, a graph that gathers on demand."""
     plan = cut(gm, "bwd", trains=False)
-    return Executor(plan, Regions(plan.regions, "fx", "bwd"))(list(inputs))
+    return executor(plan, Regions(plan.regions, "fx", "bwd"), in_flight)(list(inputs))
 
 
 def group_of(shard: Tensor) -> SimulatedGroup:

@@ -20,7 +20,7 @@ _RESHARD_REGION = 100_000
 def partition(
     joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward graph by min-cut, each gathering what it needs of the units that reshard."""
+    """Forward and backward graph by min-cut, each gathering what it needs."""
     for node in _recomputed_values(joint.graph):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _RESHARD_REGION
@@ -32,15 +32,16 @@ def partition(
 
 
 def _recomputed_values(graph: fx.Graph) -> set[fx.Node]:
-    """Gathers of units that reshard, their views, and what is computed from parameters and constants alone.
+    """Gathers, their views, and what is computed from parameters and constants alone.
 
-    A saved view would keep the whole buffer alive; a saved cast of a weight would be as large again. Masks and other
-    constants are made anew by each block, so that equal blocks stay equal.
+    A saved view would keep the whole buffer alive, where the schedule decides what stays gathered; a saved cast of a
+    weight would be as large again. Masks and other constants are made anew by each block, so that equal blocks stay
+    equal.
     """
     found: set[fx.Node] = set()
     known = {node for node in graph.nodes if is_constant(node)}
     for node in graph.nodes:
-        if node.target is UNSHARD and node.kwargs.get("reshard", True):
+        if node.target is UNSHARD:
             found |= {node, *views_of(node)}
         elif is_repeatable(node) and (found | known).issuperset(node.all_input_nodes):
             found.add(node)

@@ -9,12 +9,13 @@ from typing import Any
 from torch import fx
 
 from fsdp_passes._compat import argument_index, gradient_indices
-from fsdp_passes.ir.ops import ShardInput, is_shard, owner_of
+from fsdp_passes.ir.ops import ShardInput, is_shard, owner_of, unit_names
 
 
 def find_shards(arguments: Sequence[Any]) -> dict[int, ShardInput]:
     """The shards among the real arguments of Dynamo's graph, by position. Keeps none of the arguments alive."""
-    return {i: ShardInput(owner_of(value).unit) for i, value in enumerate(arguments) if is_shard(value)}
+    owners = {i: owner_of(value) for i, value in enumerate(arguments) if is_shard(value)}
+    return {i: ShardInput(unit) for i, unit in zip(owners, unit_names(list(owners.values())), strict=True)}
 
 
 def label_shards(graph: fx.Graph, shards: Mapping[int, ShardInput]) -> None:

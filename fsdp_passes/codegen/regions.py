@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from fsdp_passes._compat import graph_module
 from fsdp_passes.ir.alias import changing, is_view, source
 from fsdp_passes.ir.nodes import is_constant, is_repeatable, operand, operands, results
-from fsdp_passes.ir.ops import ACCUMULATE, COMMUNICATION, GATHER, GRAD_SLICE, REDUCE, RELEASE, WAIT
+from fsdp_passes.ir.ops import ACCUMULATE, COMMUNICATION, GATHER, GRAD_SLICE, REDUCE, RELEASE, WAIT, unit_of
 from fsdp_passes.schedule.plan import (
     Accumulate,
     Gather,
@@ -110,8 +110,9 @@ def _parts(graph: fx.Graph, repeated: set[fx.Node]) -> list[fx.Node | list[fx.No
 def _communication(node: fx.Node) -> Step:
     names = [argument.name for argument in node.all_input_nodes]
     if node.target is GATHER:
-        buffer = next(user for user in node.users if user.target is WAIT)
-        return Gather(buffer.name, names[0], node.meta["val"].dtype, node.meta["val"].numel())
+        buffer, value = next(user for user in node.users if user.target is WAIT), node.meta["val"]
+        reshard = bool(node.kwargs.get("reshard", True))
+        return Gather(buffer.name, names[0], value.dtype, value.numel(), unit_of(operand(node)), reshard)
     if node.target is WAIT:
         return Wait(node.name)
     if node.target is RELEASE:

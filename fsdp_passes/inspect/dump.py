@@ -1,9 +1,12 @@
-"""Graphs and plans as files: `<dump_dir>/rank<r>/graph<g>.<fwd|bwd>.<NN>.<stage or pass>.txt`."""
+"""Graphs and plans as files: `<dump_dir>/rank<r>/graph<g>.<fwd|bwd>.<NN>.<stage or pass>.txt`.
+
+What graphs do once the order is known in which they run is `<dump_dir>/rank<r>/order<n>.txt`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,8 +14,8 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_passes.ir.text import dump
-from fsdp_passes.schedule.plan import Plan
-from fsdp_passes.schedule.plan_text import dump_plan
+from fsdp_passes.schedule.plan import Call, Plan, Step
+from fsdp_passes.schedule.plan_text import dump_order, dump_plan
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,13 @@ class DumpFolder:
         path.mkdir(parents=True, exist_ok=True)
         numbers = [int(found[1]) for file in path.iterdir() if (found := re.match(r"graph(\d+)\.", file.name))]
         return cls(path, max(numbers, default=-1) + 1)
+
+    def write_order(self, calls: Sequence[Call], steps: Sequence[Sequence[Step]]) -> None:
+        """What `calls`, that run one after another, do then: `<dump_dir>/rank<r>/order<n>.txt`."""
+        if self.path is not None:
+            number = len(list(self.path.glob("order*.txt")))
+            text = dump_order([(call.plan.direction, each) for call, each in zip(calls, steps, strict=True)])
+            (self.path / f"order{number}.txt").write_text(text, encoding="ascii")
 
     def stages_of(self, direction: str) -> GraphDumps:
         return GraphDumps(self, direction)

@@ -24,16 +24,17 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 NAMESPACE = "fsdp_opt"
 _OWNER = "_fsdp_passes_owner"
 
 
 class ShardOwner(Protocol):
-    """What a kernel needs of the flat group that a shard belongs to; `unit` is its name, for readers."""
+    """What a kernel needs of the flat group that a shard belongs to; `unit` is its name in `model`, for readers."""
 
     unit: str
+    model: Any
 
     def gather(self, dtype: torch.dtype) -> Tensor:
         """The whole flat group: 1-D, `dtype`, full elements, readable at once."""
@@ -50,6 +51,22 @@ class ShardInput:
     """Fact on a placeholder: it is a shard; `unit` names the unit of the first call's model, for readers only."""
 
     unit: str
+
+
+def unit_of(placeholder: fx.Node) -> str:
+    """The unit of a shard; a shard of which nothing is known is a unit by itself."""
+    fact = placeholder.meta.get("fsdp")
+    return fact.unit if isinstance(fact, ShardInput) else placeholder.name
+
+
+def unit_names(owners: Sequence[ShardOwner]) -> list[str]:
+    """Of each its unit. Models may have units of one name: those of a second model say so."""
+    models = list({id(owner.model): None for owner in owners})
+    numbers = [models.index(id(owner.model)) for owner in owners]
+    return [
+        f"{owner.unit} of model {number + 1}" if number else owner.unit
+        for owner, number in zip(owners, numbers, strict=True)
+    ]
 
 
 def set_owner(shard: Tensor, owner: ShardOwner) -> None:
@@ -87,7 +104,7 @@ _library.define(
 _library.define(
     "reduce_grad(Tensor full_grad, Tensor shard, int world_size, *, ScalarType? reduce_dtype=None) -> Tensor"
 )
-_library.define("gather(Tensor shard, int world_size, ScalarType dtype) -> Tensor")
+_library.define("gather(Tensor shard, int world_size, ScalarType dtype, *, bool reshard=True) -> Tensor")
 _library.define("wait(Tensor(a) buffer) -> Tensor(a)")
 _library.define("release(Tensor buffer) -> ()")
 _library.define("accumulate(Tensor full_grad, Tensor shard, int[]? pieces) -> ()")
@@ -134,7 +151,7 @@ def _fake_reduce_grad(full_grad: Tensor, shard: Tensor, world_size: int, **for_p
 
 
 @torch.library.register_fake(f"{NAMESPACE}::gather", lib=_library)
-def _fake_gather(shard: Tensor, world_size: int, dtype: torch.dtype) -> Tensor:
+def _fake_gather(shard: Tensor, world_size: int, dtype: torch.dtype, *, reshard: bool = True) -> Tensor:
     return shard.new_empty(shard.numel() * world_size, dtype=dtype)
 
 

@@ -10,11 +10,11 @@ from fsdp_passes.passes.lower_reduce_grad import LowerReduceGrad
 from fsdp_passes.passes.one_reduction import OneReduction
 from fsdp_passes.passes.peel_transposes import PeelTransposes
 from fsdp_passes.passes.stride_safe_views import StrideSafeViews
-from fsdp_passes.schedule.order import GatherOnDemand
+from fsdp_passes.schedule.intervals import GatherOnDemand
 
 FORWARD: tuple[Pass, ...] = (
     StrideSafeViews(),  # first: later passes need not care whether a view is a view or a reshape
-    LateReads(),  # before scheduling: an unshard's position is where its interval starts
+    LateReads(),  # before gathers: an unshard's position is where its interval starts
     GatherOnDemand(),  # last: nothing may move across issue, wait and release
 )
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_passes._compat import group_timeout, known_groups
+
 T = TypeVar("T")
 
 # Renamed in torch 2.13; the old names warn there.
@@ -31,6 +33,25 @@ class Done:
 
     def wait(self) -> None:
         pass
+
+
+def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of the same ranks, made once: what is sent in one does not wait for what is sent in the other."""
+    description = f"fsdp_passes: a second {group.group_name}"
+    if group.size() == 1:
+        return group
+    for known in known_groups():
+        if known.group_desc == description:
+            return known
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=group_timeout(group),
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=True,
+        group_desc=description,
+    )
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def issue_all_gather(full: Tensor, piece: Tensor, group: dist.ProcessGroup) -> dist.Work | Done:

@@ -8,16 +8,15 @@ asked for other gradients only (torch.autograd.grad of an input) accumulates and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_passes._compat import profiler_span
 from fsdp_passes.ir.ops import is_shard, owner_of
-from fsdp_passes.runtime.collectives import Done
-from fsdp_passes.schedule.plan import Accumulate, Gather, GradSlice, Plan, Reduce, Release, Run, Wait
+from fsdp_passes.runtime.timeline import GraphCall, Scheduler, Timeline, Turn
+from fsdp_passes.schedule.plan import Accumulate, Gather, GradSlice, Plan, Reduce, Release, Run, Wait, WaitReduce
 from fsdp_passes.sharding.grad_buffer import GradSlot, prepare
 from fsdp_passes.sharding.group import FlatGroup
 
@@ -33,6 +32,19 @@ class RegionCaller(Protocol):
     def __call__(self, number: int, first: bool, inputs: list[Any], /) -> Sequence[Any]: ...
 
 
+class Settings(Protocol):
+    """Of the backend's options, those that matter when a plan runs."""
+
+    @property
+    def accumulate_bytes(self) -> int | None: ...
+
+    @property
+    def in_flight(self) -> int | None: ...
+
+    @property
+    def poison(self) -> bool: ...
+
+
 class Executor:
     """`plan` as a function of one list of arguments, which it empties.
 
@@ -40,40 +52,42 @@ class Executor:
     """
 
     def __init__(
-        self, plan: Plan, regions: RegionCaller, accumulate_bytes: int | None = None, report: object | None = None
+        self, plan: Plan, regions: RegionCaller, schedule: Scheduler, settings: Settings, report: object | None = None
     ) -> None:
         self.plan = plan
-        self._regions, self._accumulate_bytes, self._report = regions, accumulate_bytes, report
+        self._regions, self._schedule, self._settings, self._report = regions, schedule, settings, report
         # AOTAutograd then hands over the list itself. On the instance: wrappers copy only its __dict__.
         self._boxed_call = True
 
     def __call__(self, arguments: list[Any]) -> tuple[Any, ...]:
         values = {name: value for name, value in zip(self.plan.inputs, arguments, strict=True) if name}
         arguments.clear()
-        groups = [_group(value) for value in values.values() if is_shard(value)]
-        self._announce(groups, values)
+        groups = {name: _group(value) for name, value in values.items() if is_shard(value)}
+        self._announce(groups.values(), values)
+        call = GraphCall(self.plan, groups, self._settings.in_flight, self._schedule)
+        timeline = Timeline.of(call.model)
         try:
-            self._run_steps(values)
+            self._run_steps(timeline.begin(call), values)
         except BaseException:
-            for group in groups:
+            timeline.abandon_round()
+            for group in groups.values():
                 group.gradients.drop_blank_buffer()
             raise
         return tuple(values[out] if isinstance(out, str) else out for out in self.plan.outputs)
 
-    def _run_steps(self, values: dict[str, Any]) -> None:
-        works: dict[str, dist.Work | Done] = {}
+    def _run_steps(self, turn: Turn, values: dict[str, Any]) -> None:
         slots: dict[str, GradSlot] = {}
-        for step in self.plan.steps:
+        for step in turn.steps:
             match step:
                 case Gather():
-                    group = _group(values[step.shard])
-                    values[step.buffer], works[step.buffer] = group.issue_gather(step.dtype)
+                    turn.issue(step)
                 case Wait():
-                    works.pop(step.buffer).wait()
+                    values[step.buffer] = turn.wait(step.buffer)
                 case Run():
                     self._run(step, values, slots)
                 case Release():
                     del values[step.buffer]
+                    turn.release(step.buffer, self._settings.poison)
                 case GradSlice():
                     group = _group(values[step.shard])
                     slots[step.name] = group.grad_slot(step.piece, step.shape, step.dtype, step.separate)
@@ -81,13 +95,15 @@ class Executor:
                     _accumulate(step, values)
                 case Reduce():
                     _reduce(step, values)
+                case WaitReduce():
+                    turn.wait_reduce(step)
 
-    def _announce(self, groups: Sequence[FlatGroup], values: dict[str, Any]) -> None:
+    def _announce(self, groups: Collection[FlatGroup], values: dict[str, Any]) -> None:
         """Tell the models what is about to run, and have the regions ready."""
         for group in groups:
             group.model.reports[self._report] = None
             if self.plan.trains:
-                group.model.limit_accumulation(self._accumulate_bytes)
+                group.model.limit_accumulation(self._settings.accumulate_bytes)
                 group.expect_backward()
         if not self._regions.complete:
             self._regions.compile(_variants(self.plan, values))

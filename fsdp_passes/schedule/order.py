@@ -1,59 +1,255 @@
-"""When gathers are issued, waited for and released: here, on demand."""
+"""When gathers are issued and reductions waited for, over graphs that run one after another.
+
+A gather is issued at the earliest boundary of regions at which fewer than `in_flight` units are live, in the order in
+which the units are used. A unit is live from the issue of its gather to its release. Where the next gather in that
+order is of a unit that is live, the unit is kept instead, which sends nothing and takes no other place.
+
+A unit that is not resharded after forward is kept until its next use, wherever that is, and counts until its first use
+only. What a graph returns does not count.
+
+A reduction is waited for before the one that is issued `in_flight` reductions later, or at the end.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
-from torch import fx
+import torch
 
-from fsdp_passes.ir.alias import readers_of
-from fsdp_passes.ir.nodes import calls
-from fsdp_passes.ir.ops import COMMUNICATION, GATHER, RELEASE, UNSHARD, WAIT
-from fsdp_passes.ir.passes import Pass
+from fsdp_passes.schedule.arena import place
+from fsdp_passes.schedule.lifetime import Lifetime
+from fsdp_passes.schedule.plan import Call, Gather, Owner, Plan, Reduce, Release, Step, Wait, WaitReduce
 
 
-@dataclass(frozen=True)
-class GatherOnDemand(Pass):
-    """Gather where a unit is first used, release at the first communication after its last use.
+def schedule(calls: Sequence[Call], in_flight: int | None) -> tuple[tuple[Step, ...], ...]:
+    """The steps of each of `calls`. Only waits and releases of their plans count, not when gathers are issued there.
 
-    before   w = unshard(s, 2, bf16); y = mm(x, w); z = relu(y)
-    after    gather = gather(s, 2, bf16); full = wait(gather); y = mm(x, full); z = relu(y); release(full)
+    ValueError: `in_flight` (None: no bound) is less than what one region needs.
+    """
+    line = _Line()
+    for call in calls:
+        line.add(call)
+    bound = math.inf if in_flight is None else in_flight
+    issues = choose_issues(line, bound)
+    before = _steps_before(line, issues, bound)
+    steps_of: list[list[Step]] = [[] for _ in calls]
+    for position, (number, fixed) in enumerate(line.steps):
+        steps_of[number] += before[position] + ([] if fixed is None else [fixed])
+    return tuple(map(tuple, steps_of))
 
-    Releases wait for the next communication because they must not cut a region in two.
-    A buffer that the graph returns, in whole or as a view, is not released: who receives it keeps it.
+
+def scheduled(plan: Plan, in_flight: int | None) -> Plan:
+    """`plan` as it runs by itself; ValueError as `schedule`."""
+    (steps,) = schedule([Call.alone(plan)], in_flight)
+    return replace(plan, steps=steps)
+
+
+_Part = tuple[int, torch.dtype]  # which flat group of a unit, gathered in that dtype
+
+
+@dataclass(eq=False)
+class Use:
+    """One interval of a unit's uses: waited for from position `start` on, released before position `end`.
+
+    gathers: by flat group and dtype; those whose buffer is not in `released` are returned by the graph.
     """
 
-    def apply(self, gm: fx.GraphModule) -> None:
-        waits = [_issue_and_wait(gm.graph, unshard) for unshard in calls(gm.graph, UNSHARD)]
-        next_stop = _next_communication(gm.graph)
-        for wait in waits:
-            readers = readers_of(wait)
-            if gm.graph.output_node() not in readers:
-                _release(gm.graph, wait, next_stop[max(readers, default=wait)])
+    unit: str
+    call: int
+    start: int
+    gathers: dict[_Part, Gather] = field(default_factory=dict)
+    released: set[str] = field(default_factory=set)
+    end: int | None = None
+    next: Use | None = None  # takes over the buffers
+    stayed: bool = False  # it is the next of one that stays
+
+    @property
+    def reshards(self) -> bool:
+        return all(gather.reshard for gather in self.gathers.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(gather.nbytes for gather in self.gathers.values())
+
+    def has_all_of(self, later: Use) -> bool:
+        """Whether its buffers, which no graph returns, are all that `later` needs, and nothing is returned there."""
+        parts = [part for part, gather in self.gathers.items() if gather.buffer in self.released]
+        return later.gathers.keys() <= set(parts) and len(later.released) == len(later.gathers)
+
+    def counts_at(self, position: int) -> bool:
+        """Whether it takes one of the `in_flight` places."""
+        is_in_use = position >= self.start + len(self.gathers)  # all of its buffers were waited for
+        return self.reshards or not (self.stayed or is_in_use)
 
 
-def _issue_and_wait(graph: fx.Graph, unshard: fx.Node) -> fx.Node:
-    with graph.inserting_before(unshard):
-        gather = graph.create_node("call_function", GATHER, unshard.args, {}, name="gather")
-        wait = graph.create_node("call_function", WAIT, (gather,), {}, name="full")
-    gather.meta = dict(unshard.meta)
-    wait.meta = dict(unshard.meta)
-    unshard.replace_all_uses_with(wait)
-    graph.erase_node(unshard)
-    return wait
+@dataclass
+class _Line:
+    """What the schedule leaves in its place, and the uses of units; None is the end of a call."""
+
+    steps: list[tuple[int, Step | None]] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+
+    def add(self, call: Call) -> None:
+        number = self.steps[-1][0] + 1 if self.steps else 0
+        gathers = {step.buffer: step for step in call.plan.steps if isinstance(step, Gather)}
+        use_of: dict[str, Use] = {}
+        for step in (*call.plan.steps, None):
+            match step:
+                case Gather(kept_from=str(buffer)) | Release(buffer):
+                    use_of[buffer].released.add(buffer)
+                    use_of[buffer].end = len(self.steps)
+                case Gather() | WaitReduce():
+                    pass
+                case Wait():
+                    gather = gathers[step.buffer]
+                    use_of[step.buffer] = self._use(number, call.owners[gather.shard], gather)
+                    self.steps.append((number, step))
+                case _:
+                    self.steps.append((number, step))
+
+    def _use(self, call: int, owner: Owner, gather: Gather) -> Use:
+        """The use of which `gather` is a part: waits that follow each other, for one unit, are one use."""
+        last = self.uses[-1] if self.uses else None
+        follows = last is not None and last.start + len(last.gathers) == len(self.steps) and last.call == call
+        if last is None or not follows or last.unit != owner[0]:
+            last = Use(owner[0], call, len(self.steps))
+            self.uses.append(last)
+        last.gathers[owner[1], gather.dtype] = gather
+        return last
 
 
-def _next_communication(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the first communication after it, or the output."""
-    following: dict[fx.Node, fx.Node] = {}
-    stop = graph.output_node()
-    for node in reversed(graph.nodes):
-        following[node] = stop
-        if node.target in COMMUNICATION:
-            stop = node
-    return following
+@dataclass(eq=False)
+class Issue:
+    """The buffers of `use` are gathered before `position`, or kept from those of `source`."""
+
+    use: Use
+    position: int
+    source: Use | None = None
 
 
-def _release(graph: fx.Graph, wait: fx.Node, before: fx.Node) -> None:
-    with graph.inserting_before(before):
-        graph.create_node("call_function", RELEASE, (wait,), {}, name="release").meta["val"] = None
+def choose_issues(line: _Line, bound: float) -> list[Issue]:
+    """In the order in which they are issued. No use waits for a place that is taken for good: they are served in order.
+
+    ValueError: what one region uses is more than `bound` units.
+    """
+    queue = _find_queue(line.uses)
+    live: list[Use] = []
+    issues: list[Issue] = []
+    for position in range(len(line.steps)):
+        free = [use for use in live if use.end == position]
+        live = [use for use in live if use.end != position]
+        issues += [Issue(use.next, position, use) for use in free if use.next]
+        live += [use.next for use in free if use.next]
+        while queue:
+            use, num_live = queue[0], sum(each.counts_at(position) for each in live)
+            holder = next((each for each in live if each.unit == use.unit), None)
+            if holder and holder.next is None and holder.has_all_of(use):
+                holder.next = use
+            elif use.end is None and (num_live < bound or use.start == position):
+                issues.append(Issue(use, position))
+            elif use.end is not None and holder is None and num_live < bound:
+                source = next((each for each in free if each.unit == use.unit and each.next is None), None)
+                issues.append(Issue(use, position, source))
+                live.append(use)
+            else:
+                break
+            queue.popleft()
+        if queue and queue[0].start == position:
+            _refuse([use for use in live if use.start <= position and use.counts_at(position)] + [queue[0]], bound)
+    return issues
+
+
+def _find_queue(uses: Sequence[Use]) -> deque[Use]:
+    """Uses, but those for which a unit that is not resharded stays."""
+    last: dict[str, Use] = {}
+    queue: deque[Use] = deque()
+    for use in uses:
+        before = last.get(use.unit)
+        if before is not None and not before.reshards and before.has_all_of(use):
+            before.next, use.stayed = use, True
+        else:
+            queue.append(use)
+        last[use.unit] = use
+    return queue
+
+
+def _refuse(uses: Sequence[Use], bound: float) -> None:
+    units = ", ".join(f"{use.unit!r} ({use.nbytes:,} B)" for use in uses)
+    raise ValueError(
+        f"options['in_flight']: expected at least {len(uses)}, because one region uses the units {units} at once, "
+        f"got {bound}"
+    )
+
+
+def _steps_before(line: _Line, issues: Sequence[Issue], bound: float) -> dict[int, list[Step]]:
+    """What is done before each position: releases, gathers, waits for reductions."""
+    slots = _place(issues)
+    kept = {(id(issue.source), part) for issue in issues for part in _taken_over(issue)}
+    before: dict[int, list[Step]] = defaultdict(list)
+    for issue in issues:
+        use = issue.use
+        for part, gather in use.gathers.items():
+            if gather.buffer in use.released and (id(use), part) not in kept:
+                assert use.end is not None
+                before[use.end].append(Release(gather.buffer))
+    for issue in issues:
+        taken = _taken_over(issue)
+        for part, gather in issue.use.gathers.items():
+            placed = replace(
+                gather,
+                unit=issue.use.unit,
+                offset=slots.get((id(issue.use), part)),
+                ahead=issue.use.call - line.steps[issue.position][0],
+                kept_from=taken.get(part),
+            )
+            before[issue.position].append(placed)
+    for position, wait in _waits_for_reductions(line, bound):
+        before[position].append(wait)
+    return before
+
+
+def _taken_over(issue: Issue) -> dict[_Part, str]:
+    """The buffers of the source that hold what is needed, and that no graph returns."""
+    if issue.source is None:
+        return {}
+    taken = {}
+    for part, gather in issue.use.gathers.items():
+        other = issue.source.gathers.get(part)
+        if other and other.buffer in issue.source.released and gather.buffer in issue.use.released:
+            taken[part] = other.buffer
+    return taken
+
+
+def _place(issues: Sequence[Issue]) -> dict[tuple[int, _Part], int]:
+    """The offset of each buffer of a use that is not returned; one that is kept stays where it is."""
+    first: dict[tuple[int, _Part], tuple[int, _Part]] = {}
+    lifetimes: dict[tuple[int, _Part], Lifetime] = {}
+    for issue in issues:
+        taken = _taken_over(issue)
+        for part, gather in issue.use.gathers.items():
+            if gather.buffer not in issue.use.released:
+                continue
+            assert issue.use.end is not None
+            this = (id(issue.use), part)
+            first[this] = first[(id(issue.source), part)] if part in taken else this
+            start = lifetimes[first[this]].start if part in taken else issue.position
+            lifetimes[first[this]] = Lifetime(gather.nbytes, start, issue.use.end)
+    offsets = dict(zip(lifetimes, place(tuple(lifetimes.values())), strict=True))
+    return {this: offsets[start] for this, start in first.items()}
+
+
+def _waits_for_reductions(line: _Line, bound: float) -> list[tuple[int, WaitReduce]]:
+    waits: list[tuple[int, WaitReduce]] = []
+    under_way: deque[tuple[int, str]] = deque()
+    for position, (call, step) in enumerate(line.steps):
+        if isinstance(step, Reduce):
+            if len(under_way) == bound:
+                issued, shard = under_way.popleft()
+                waits.append((position, WaitReduce(shard, call - issued)))
+            under_way.append((call, step.shard))
+    end = len(line.steps) - 1
+    waits += [(end, WaitReduce(shard, line.steps[end][0] - issued)) for issued, shard in under_way]
+    return waits

@@ -1,6 +1,7 @@
 """What a compiled graph does, step by step: frozen, printable, and all that the runtime knows.
 
-    issue    full = gather(primals_2, bf16, 4096)      start filling a buffer of 4096 elements from a shard
+    issue    full: bf16[4096] = gather(primals_2) of "up" at 512
+                                                       start filling the arena from byte 512 on, from a shard
     wait     full                                      from here on it may be read
     run      add = region_0(primals_1, full) drop primals_1
     release  full                                      the buffer is free
@@ -8,16 +9,17 @@
                                                        it: copies if no piece that it writes has a gradient, else adds
              accumulate(cat, primals_2, [0, 1])        add to the shard's flat gradient: these pieces have one
     issue    reduce(primals_2)                         reduce-scatter it, if this backward synchronises:
-                                                       here, or at its end if another graph adds to it; waited
-                                                       for before the next reduction, and at the end
+                                                       here, or at its end if another graph adds to it
+    wait     reduce(primals_2)                         the memory of its unreduced gradient is free
 
 A backward that synchronises ends with one all-reduce of a byte a parameter: which have a gradient on some rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -25,10 +27,26 @@ from torch import fx
 
 @dataclass(frozen=True)
 class Gather:
+    """`buffer` of the graph that runs `ahead` graphs later (0: this one), from that graph's `shard`.
+
+    reshard: False where the unit stays gathered from forward to backward.
+    offset: in bytes into the arena; None: memory of its own, which who receives it keeps.
+    kept_from: a buffer of this graph, in the same memory, that holds the same values: nothing is sent.
+    """
+
     buffer: str
     shard: str
     dtype: torch.dtype
     full_elems: int
+    unit: str
+    reshard: bool = True
+    offset: int | None = None
+    ahead: int = 0
+    kept_from: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.full_elems * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -81,7 +99,15 @@ class Reduce:
     shard: str
 
 
-Step = Gather | Wait | Run | Release | GradSlice | Accumulate | Reduce
+@dataclass(frozen=True)
+class WaitReduce:
+    """For the reduction of `shard`, an input of the graph that ran `ago` graphs before (0: this one)."""
+
+    shard: str
+    ago: int = 0
+
+
+Step = Gather | Wait | Run | Release | GradSlice | Accumulate | Reduce | WaitReduce
 Output = str | int | float | bool | None  # a str is a value's name
 
 
@@ -98,7 +124,44 @@ class Plan:
 
     @property
     def gathers(self) -> tuple[Gather, ...]:
-        return tuple(step for step in self.steps if isinstance(step, Gather))
+        """Those that communicate."""
+        return tuple(step for step in self.steps if isinstance(step, Gather) and step.kept_from is None)
+
+    @cached_property
+    def buffers(self) -> dict[str, int]:
+        """Numbered in the order in which they are waited for."""
+        return {step.buffer: n for n, step in enumerate(step for step in self.steps if isinstance(step, Wait))}
+
+    @cached_property
+    def skeleton(self) -> tuple[tuple[str | None, Hashable], ...]:
+        """What a schedule depends on: a shard, or None, and what is done with it, in order; no names of buffers.
+
+        Plans with equal skeletons on the same shards send the same, in the same order, in every schedule. Releases
+        stand where the next communication is, so that what is computed before it makes no difference.
+        """
+        gathers = {step.buffer: step for step in self.steps if isinstance(step, Gather)}
+        found: list[tuple[str | None, Hashable]] = []
+        freed: list[int] = []
+        for step in self.steps:
+            match step:
+                case Gather(kept_from=str(buffer)) | Release(buffer):
+                    freed.append(self.buffers[buffer])
+                    continue
+                case Wait():
+                    gather = gathers[step.buffer]
+                    this: tuple[str | None, Hashable] = gather.shard, ("wait", gather.dtype, gather.reshard)
+                case Reduce():
+                    this = step.shard, "reduce"
+                case _:
+                    continue
+            found += [(None, ("release", *sorted(freed)))] * bool(freed)
+            freed.clear()
+            found.append(this)
+        return *found, (None, ("release", *sorted(freed)))
+
+    @property
+    def arena_bytes(self) -> int:
+        return bytes_of_slots(self.steps)
 
     @property
     def reductions(self) -> tuple[Reduce, ...]:
@@ -109,10 +172,36 @@ class Plan:
         return tuple(step for step in self.steps if isinstance(step, GradSlice))
 
 
+Owner = tuple[str, int]  # a unit, and which of its flat groups
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of `plan`. `owners`: to whom each shard belongs that it gathers."""
+
+    plan: Plan
+    owners: Mapping[str, Owner]
+
+    @classmethod
+    def alone(cls, plan: Plan) -> Call:
+        """The shards belong to the units that the plan names."""
+        owners: dict[str, Owner] = {}
+        for each in (step for step in plan.steps if isinstance(step, Gather)):
+            num_others = sum(unit == each.unit for unit, _ in owners.values())
+            owners.setdefault(each.shard, (each.unit, num_others))
+        return cls(plan, owners)
+
+
+def bytes_of_slots(steps: Iterable[Step]) -> int:
+    """How large the memory must be in which `steps` place their buffers."""
+    gathers = (step for step in steps if isinstance(step, Gather))
+    return max((step.offset + step.nbytes for step in gathers if step.offset is not None), default=0)
+
+
 def reads(step: Step) -> tuple[str, ...]:
     """Names that `step` looks up."""
     match step:
-        case Gather() | GradSlice() | Reduce():
+        case Gather() | GradSlice() | Reduce() | WaitReduce():
             return (step.shard,)
         case Wait() | Release():
             return (step.buffer,)

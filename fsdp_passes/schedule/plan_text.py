@@ -1,7 +1,7 @@
 """The text of a plan: one line a step, then the graph of each region. `load_plan(dump_plan(plan))` is the plan.
 
     plan fwd trains (primals_1, primals_2, _)
-       0 issue   full: bf16[128] = gather(primals_1)
+       0 issue   full: bf16[128] = gather(primals_1) of "embed" at 0
        1 wait    full
        2 run     embedding = region_0(primals_2, full) drop (primals_2)
        3 release full
@@ -19,11 +19,25 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fsdp_passes._compat import dtype_names
+from fsdp_passes.ir.arguments import quote
 from fsdp_passes.ir.text import dump, load
-from fsdp_passes.schedule.plan import Accumulate, Gather, GradSlice, Output, Plan, Reduce, Release, Run, Step, Wait
+from fsdp_passes.schedule.plan import (
+    Accumulate,
+    Gather,
+    GradSlice,
+    Output,
+    Plan,
+    Reduce,
+    Release,
+    Run,
+    Step,
+    Wait,
+    WaitReduce,
+    bytes_of_slots,
+)
 
 _NAME_OF = dtype_names()
 _DTYPES = {name: dtype for dtype, name in _NAME_OF.items()}
@@ -33,11 +47,22 @@ _REGION = re.compile(r"^region_\d+:\n", re.MULTILINE)
 
 def dump_plan(plan: Plan) -> str:
     head = f"plan {plan.direction}{' trains' if plan.trains else ''} {_names(name or '_' for name in plan.inputs)}"
-    steps = [_step_text(step) for step in plan.steps]
-    steps.append(("", f"return {_names('None' if out is None else str(out) for out in plan.outputs)}"))
-    lines = [head, *(f"{at:4} {lane:7} {text}" for at, (lane, text) in enumerate(steps))]
+    results = "", f"return {_names('None' if out is None else str(out) for out in plan.outputs)}"
+    lines = [head, *_numbered([*map(_step_text, plan.steps), results])]
     regions = [f"\nregion_{number}:\n{dump(region)}" for number, region in enumerate(plan.regions)]
     return "\n".join(line.rstrip() for line in lines) + "\n" + "".join(regions)
+
+
+def dump_order(calls: Sequence[tuple[str, Sequence[Step]]]) -> str:
+    """The text of graphs that run one after another: of each its direction, and its steps then. For readers only."""
+    lines = [f"order of {len(calls)} graphs, whose buffers take {bytes_of_slots(s for _, c in calls for s in c):,} B"]
+    for number, (direction, steps) in enumerate(calls):
+        lines += ["", f"graph {number}: {direction}", *_numbered(map(_step_text, steps))]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _numbered(steps: Iterable[tuple[str, str]]) -> Iterator[str]:
+    return (f"{at:4} {lane:7} {text}" for at, (lane, text) in enumerate(steps))
 
 
 def _names(names: Iterable[str]) -> str:
@@ -48,7 +73,8 @@ def _step_text(step: Step) -> tuple[str, str]:
     """Lane and line of a step."""
     match step:
         case Gather():
-            return "issue", f"{step.buffer}: {_NAME_OF[step.dtype]}[{step.full_elems}] = gather({step.shard})"
+            lane = "issue" if step.kept_from is None else ""  # nothing is sent
+            return lane, f"{step.buffer}: {_NAME_OF[step.dtype]}[{step.full_elems}] = {_gather_text(step)}"
         case Wait():
             return "wait", step.buffer
         case Release():
@@ -65,6 +91,19 @@ def _step_text(step: Step) -> tuple[str, str]:
             return "", f"accumulate({step.full_grad}, {step.shard}, {pieces}){_drop(step.drops)}"
         case Reduce():
             return "issue", f"reduce({step.shard})"
+        case WaitReduce():
+            return "wait", f"reduce({step.shard}){_graphs(step.ago, 'ago')}"
+
+
+def _gather_text(step: Gather) -> str:
+    place = "" if step.offset is None else f" at {step.offset}"
+    kept = "" if step.kept_from is None else f", kept from {step.kept_from}"
+    stays = "" if step.reshard else ", stays"
+    return f"gather({step.shard}) of {quote(step.unit)}{place}{stays}{kept}{_graphs(step.ahead, 'ahead')}"
+
+
+def _graphs(number: int, where: str) -> str:
+    return f", graphs {where}: {number}" if number else ""
 
 
 def _drop(names: tuple[str, ...]) -> str:
@@ -120,8 +159,19 @@ def _ints(text: str) -> tuple[int, ...]:
 
 _STEPS: tuple[tuple[str, Callable[[re.Match[str]], Step]], ...] = (
     (
-        rf"issue +(\w+): ({'|'.join(_DTYPES)})\[(\d+)\] = gather\((\w+)\)",
-        lambda m: Gather(m[1], m[4], _DTYPES[m[2]], int(m[3])),
+        rf"(?:issue +)?(\w+): ({'|'.join(_DTYPES)})\[(\d+)\] = gather\((\w+)\) of (\".*\")(?: at (\d+))?(, stays)?"
+        r"(?:, kept from (\w+))?(?:, graphs ahead: (\d+))?",
+        lambda m: Gather(
+            buffer=m[1],
+            shard=m[4],
+            dtype=_DTYPES[m[2]],
+            full_elems=int(m[3]),
+            unit=ast.literal_eval(m[5]),
+            reshard=m[7] is None,
+            offset=None if m[6] is None else int(m[6]),
+            ahead=int(m[9] or 0),
+            kept_from=m[8],
+        ),
     ),
     (r"wait +(\w+)", lambda m: Wait(m[1])),
     (r"release +(\w+)", lambda m: Release(m[1])),
@@ -138,6 +188,7 @@ _STEPS: tuple[tuple[str, Callable[[re.Match[str]], Step]], ...] = (
         lambda m: Accumulate(m[1], m[2], _pieces(m[3]), _split(m[4])),
     ),
     (r"issue +reduce\((\w+)\)", lambda m: Reduce(m[1])),
+    (r"wait +reduce\((\w+)\)(?:, graphs ago: (\d+))?", lambda m: WaitReduce(m[1], int(m[2] or 0))),
 )
 
 

@@ -80,11 +80,11 @@ class GroupGradients:
 
     def issue_reduce(self) -> None:
         """Start the reduce-scatter of what was accumulated; of zeros if that is nothing."""
-        assert self._in_flight is None
+        self.finish_reduce()  # an exception ended the backward that issued it, or two graphs of this one reduce
         buffer = self.open()
         params = frozenset(i for i in self.group.trained if self.group.layout.pieces[i] in buffer.written)
         self.buffer, self.differentiated, full = None, False, buffer.take()
-        self._in_flight = _Reduction(*issue_reduce_scatter(full, self.group.process_group), params)
+        self._in_flight = _Reduction(*issue_reduce_scatter(full, self.group.reduce_group), params)
 
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight, if there is one, and add it to what was reduced in this window."""
@@ -116,7 +116,7 @@ class GroupGradients:
     def reduce_now(self, full_grad: Tensor) -> Tensor:
         """Mean over ranks of this rank's piece of `full_grad`, in the shard's dtype; nothing is remembered."""
         full = full_grad.to(self.group.reduce_dtype, copy=True)  # the reduction works in place
-        piece, work = issue_reduce_scatter(full, self.group.process_group)
+        piece, work = issue_reduce_scatter(full, self.group.reduce_group)
         work.wait()
         return self._mean(self._own(piece))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_passes._compat import backward_reaches, running_backward, swap_contents
 from fsdp_passes.ir.ops import set_owner
-from fsdp_passes.runtime.collectives import Done, issue_all_gather
+from fsdp_passes.runtime.collectives import Done, issue_all_gather, second_group
 from fsdp_passes.sharding.grad_buffer import GradSlot
 from fsdp_passes.sharding.gradients import GroupGradients
 from fsdp_passes.sharding.layout import Layout
@@ -41,7 +41,7 @@ class FlatGroup:
         model: ShardedModel,
     ) -> None:
         self.unit, self.names, self.layout = unit, names, layout
-        self.process_group = process_group
+        self.process_group, self.reduce_group = process_group, second_group(process_group)
         self.compute_dtype, self.reduce_dtype, self.reshard = compute_dtype, reduce_dtype, reshard
         self.model = model
         # Parameters without a gradient, though backward may compute one for the sake of the others.
@@ -110,23 +110,30 @@ class FlatGroup:
         """This rank's piece of parameter `index` in `flat`, a tensor laid out like the shard."""
         return _slice_of_shard(flat.detach(), self.params[index].place)
 
+    @property
+    def version(self) -> int:
+        """Another number after each edit of the shard."""
+        return self.shard._version
+
     def wire_shard(self, dtype: torch.dtype) -> Tensor:
         """The shard in `dtype`; a cast is made once per change of the shard (its version counter)."""
         if dtype == self.shard.dtype:
             return self.shard.detach()
-        version = self.shard._version
-        if self._wire is None or self._wire[0] != version or self._wire[1].dtype != dtype:
-            self._wire = (version, self.shard.detach().to(dtype))
+        if self._wire is None or self._wire[0] != self.version or self._wire[1].dtype != dtype:
+            self._wire = (self.version, self.shard.detach().to(dtype))
         return self._wire[1]
 
-    def issue_gather(self, dtype: torch.dtype) -> tuple[Tensor, dist.Work | Done]:
-        """A buffer of `layout.full_elems` elements that is readable after the returned work's wait."""
-        full = torch.empty(self.layout.full_elems, dtype=dtype, device=self.shard.device)
-        return full, issue_all_gather(full, self.wire_shard(dtype), self.process_group)
+    def empty_full(self, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(self.layout.full_elems, dtype=dtype, device=self.shard.device)
+
+    def issue_gather(self, full: Tensor) -> dist.Work | Done:
+        """Fill `full`, 1-D of `layout.full_elems` elements, which is readable after the returned work's wait."""
+        return issue_all_gather(full, self.wire_shard(full.dtype), self.process_group)
 
     def gather(self, dtype: torch.dtype) -> Tensor:
-        full, work = self.issue_gather(dtype)
-        work.wait()
+        full = self.empty_full(dtype)
+        self.issue_gather(full).wait()
         return full
 
     def reduce(self, full_grad: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class ShardedModel:
         self.deferred_units: frozenset[str] | None = None  # None: all
         self.reports: dict[object, None] = {}  # what the backend says of the graphs that ran, in order
         self._deferred_by_limit: dict[int | None, frozenset[str] | None] = {None: None}
-        self._reducing: FlatGroup | None = None
+        self.timeline: object | None = None  # what the runtime knows of the order in which the graphs run
         self._gathered: dict[int, _Gathered] | None = None  # while an eager forward runs
         self.is_computing = False  # whether it is there: all that traced code depends on
         self._recomputing: int | None = None  # the backward whose recomputation opened that forward
@@ -83,27 +83,24 @@ class ShardedModel:
         return self.deferred_units is None or unit in self.deferred_units
 
     def end_backward(self) -> None:
-        """Reduce every group that has something to reduce, in model order. Calling it again does nothing."""
+        """Reduce every group that has something to reduce, in model order. Calling it again does nothing.
+
+        One full buffer at a time: there is nothing left to compute meanwhile.
+        """
+        for group in self.groups:
+            group.gradients.finish_reduce()
         for group in self.groups:
             group.gradients.forwards = 0
             self.issue_reduce(group)
-        self._finish_reduce()
+            group.gradients.finish_reduce()
         if self.requires_sync:
             self._settle()
 
     def issue_reduce(self, group: FlatGroup) -> None:
-        """Start a group's reduction and end the one before it: one full buffer in flight, not all of them."""
+        """Start a group's reduction, unless there is nothing to reduce, or it is to wait for another backward."""
         idle = group.gradients.buffer is None and not group.gradients.differentiated
-        if idle or (self.defers(group.unit) and not self.requires_sync):
-            return
-        self._finish_reduce()
-        group.gradients.issue_reduce()
-        self._reducing = group
-
-    def _finish_reduce(self) -> None:
-        if self._reducing is not None:
-            self._reducing.gradients.finish_reduce()
-            self._reducing = None
+        if not idle and (self.requires_sync or not self.defers(group.unit)):
+            group.gradients.issue_reduce()
 
     def _settle(self) -> None:
         """Parameters without a gradient on any rank keep `.grad` None: one byte each, in one all-reduce."""

@@ -22,7 +22,9 @@ def dumps_of(train: Callable[[str], None]) -> tuple[dict[str, str], dict[str, st
 
 
 def stage_of(train: Callable[[str], None], name: str) -> str:
-    """The one file of that direction and stage, as "bwd.captured", whatever its number."""
+    """The one file of that direction and stage, as "bwd.captured", whatever its number; or "order0"."""
+    if "." not in name:
+        return dumps_of(train)[0][f"{name}.txt"]
     file_name = re.compile(r"graph0\.{}\.\d\d\.{}\.txt".format(*name.split(".")))
     (text,) = (text for file, text in dumps_of(train)[0].items() if file_name.fullmatch(file))
     return text

@@ -11,7 +11,7 @@ import torch
 import fsdp_passes as fsdp
 from fsdp_passes.ir.text import dump, load
 from tests.capture.dumps import stage_of
-from tests.capture.test_two_units import PRECISION, train_one_step
+from tests.capture.test_two_units import PRECISION, train_two_steps
 
 GRAPHS = Path(__file__).parents[2] / "graphs"
 
@@ -35,9 +35,10 @@ def _train_llama_block(dump_dir: str) -> None:
     model(input_ids=torch.ones(2, 8, dtype=torch.long)).logits.float().sum().backward()
 
 
-TRAIN = {"two_units": train_one_step, "llama_block": _train_llama_block}
+TRAIN = {"two_units": train_two_steps, "llama_block": _train_llama_block}
 STORED = [
     *(f"two_units.{way}.{what}" for way in ("fwd", "bwd") for what in ("captured", "gather_on_demand", "plan")),
+    "two_units.order0",
     *(f"llama_block.bwd.{what}" for what in ("captured", "flat_grad_writes", "plan")),
 ]
 

@@ -14,7 +14,7 @@ from fsdp_passes.ir.alias import source
 from fsdp_passes.ir.ops import GATHER
 from fsdp_passes.ir.verify import verify
 from fsdp_passes.passes.late_reads import LateReads
-from fsdp_passes.schedule.order import GatherOnDemand
+from fsdp_passes.schedule.intervals import GatherOnDemand
 from fsdp_passes.schedule.plan import Plan, Run
 from fsdp_passes.schedule.plan_text import dump_plan, load_plan
 from tests.simulated import assert_bitwise, graph, group_of, random_inputs, run_scheduled
@@ -169,7 +169,7 @@ class TestPlans(expecttest.TestCase):
             """\
 plan bwd (s, x)
    0 run     values = region_0(x) drop (x)
-   1 issue   full: f32[16] = gather(s)
+   1 issue   full: f32[16] = gather(s) of "up"
    2 wait    full
    3 run     y = region_1(values, full) drop (values)
    4 release full
@@ -197,10 +197,10 @@ region_1:
             got,
             """\
 plan bwd (s, r)
-   0 issue   full: f32[16] = gather(s)
+   0 issue   full: f32[16] = gather(s) of "up"
    1 wait    full
    2 run     y = region_0(full)
-   3 issue   full_1: f32[16] = gather(r)
+   3 issue   full_1: f32[16] = gather(r) of "down"
    4 wait    full_1
    5 run     z = region_1(full, full_1)
    6 release full
@@ -231,7 +231,7 @@ region_1:
             got,
             """\
 plan bwd (s)
-   0 issue   full: f32[16] = gather(s)
+   0 issue   full: f32[16] = gather(s) of "up"
    1 wait    full
    2 run     v, y = region_0(full)
    3         return (v, full, y)
@@ -251,7 +251,7 @@ region_0:
             got,
             """\
 plan bwd (s)
-   0 issue   full: f32[16] = gather(s)
+   0 issue   full: f32[16] = gather(s) of "up"
    1 wait    full
    2 run     v, y = region_0(full)
    3         return (v, y)""",
@@ -264,7 +264,7 @@ plan bwd (s)
             """\
 plan bwd (s)
    0 run     y = region_0()
-   1 issue   full: f32[4] = gather(s)
+   1 issue   full: f32[4] = gather(s) of "up"
    2 wait    full
    3 run     z = region_1(full)
    4 release full
@@ -290,7 +290,7 @@ region_1:
             """\
 plan bwd (s, x)
    0 run     y = region_0(x)
-   1 issue   full: f32[4] = gather(s)
+   1 issue   full: f32[4] = gather(s) of "up"
    2 wait    full
    3 run     z, new = region_1(x, full)
    4 release full
@@ -326,7 +326,7 @@ region_2:
             """\
 plan bwd (s, n, x)
    0 run     y, a, b = region_0(x, n) drop (x)
-   1 issue   full: f32[4] = gather(s)
+   1 issue   full: f32[4] = gather(s) of "up"
    2 wait    full
    3 run     c, d, e = region_1(full, n, y) drop (n, y)
    4 release full
@@ -367,7 +367,7 @@ region_1:
             """\
 plan bwd (s)
    0 run     noise, y = region_0()
-   1 issue   full: f32[4] = gather(s)
+   1 issue   full: f32[4] = gather(s) of "up"
    2 wait    full
    3 run     z = """,
         )
@@ -421,7 +421,7 @@ plan bwd (_)
             got,
             """\
 plan bwd (s, x)
-   0 issue   full: f32[4] = gather(s)
+   0 issue   full: f32[4] = gather(s) of "up"
    1 wait    full
    2 run     y = region_0(x, full)
    3 release full

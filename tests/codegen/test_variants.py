@@ -21,8 +21,7 @@ from fsdp_passes.codegen.regions import cut
 from fsdp_passes.codegen.variants import Regions, write_variant
 from fsdp_passes.ir.text import dump
 from fsdp_passes.passes.flat_grad_writes import FlatGradWrites
-from fsdp_passes.runtime.executor import Executor
-from tests.simulated import assert_bitwise, canonical, graph, group_of, random_inputs
+from tests.simulated import assert_bitwise, canonical, executor, graph, group_of, random_inputs
 
 WRITES = """
     0 place: f32[2,3] = input()
@@ -181,7 +180,7 @@ def test_a_backward_compiles_the_variants_that_it_needs_in_one_call(compiled: li
     gm.recompile()
     plan = cut(gm, "bwd", trains=False)
     regions = Regions(plan.regions, "fx", "bwd")
-    run = Executor(plan, regions)
+    run = executor(plan, regions)
     shard, x = random_inputs(gm)
     group = group_of(shard)
     for _ in range(2):  # windows of one microbatch
@@ -202,7 +201,7 @@ def test_a_region_that_writes_nothing_has_one_variant(compiled: list[list[str]])
     gm = graph(text.replace("(r,)", "(r, g)"))
     FlatGradWrites().apply(gm)
     plan = cut(gm, "bwd", trains=False)
-    run = Executor(plan, Regions(plan.regions, "fx", "bwd"))
+    run = executor(plan, Regions(plan.regions, "fx", "bwd"))
     shard, x = random_inputs(gm)
     for _ in range(3):
         assert_bitwise(run([shard, x]), (None, x.exp()))

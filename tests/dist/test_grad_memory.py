@@ -51,7 +51,8 @@ def _window_bytes(grad_path: str) -> dict[str, int]:
     for parameter in model.parameters():
         parameter.grad = None
     gc.collect()
-    rest, groups = meter.live_bytes(), sharded_state(model).groups
+    state = sharded_state(model)
+    rest, groups = meter.live_bytes() - state.timeline.arena.nbytes, state.groups  # its memory stays
     meter.reset_peak()
     _run_window(model, run, MICROBATCHES)
     full_elems = sum(group.layout.full_elems for group in groups)

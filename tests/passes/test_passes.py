@@ -20,7 +20,7 @@ from fsdp_passes.passes.late_reads import LateReads
 from fsdp_passes.passes.lower_reduce_grad import LowerReduceGrad
 from fsdp_passes.passes.pipeline import FORWARD, passes_of
 from fsdp_passes.passes.stride_safe_views import StrideSafeViews
-from fsdp_passes.schedule.order import GatherOnDemand
+from fsdp_passes.schedule.intervals import GatherOnDemand
 from tests.simulated import assert_bitwise, canonical, graph, group_of, random_inputs, run_scheduled
 
 ALL = sorted({*FORWARD, *passes_of("bwd", Options())}, key=lambda each: each.name)
@@ -336,7 +336,7 @@ class TestGatherOnDemand(expecttest.TestCase):
             """\
    0         s: f32[8] = input(shard="up")
    1         r: f32[8] = input(shard="down")
-   2 issue   gather: bf16[16] = fsdp_opt.gather(s, 2, torch.bfloat16)
+   2 issue   gather: bf16[16] = fsdp_opt.gather(s, 2, torch.bfloat16, reshard=False)
    3 wait    full: bf16[16] = fsdp_opt.wait(gather)
    4         y: bf16[16] = aten.neg(full)
    5         z: bf16[16] = aten.neg(y)
@@ -357,16 +357,19 @@ class TestGatherOnDemand(expecttest.TestCase):
    0         s: f32[8] = input(shard="up")
    1         r: f32[8] = input(shard="down")
    2         x: f32[16] = input()
-   3 issue   gather: f32[16] = fsdp_opt.gather(s, 2, torch.float32)
-   4 wait    full: f32[16] = fsdp_opt.wait(gather)
-   5 issue   gather_1: f32[16] = fsdp_opt.gather(r, 2, torch.float32)
-   6 wait    full_1: f32[16] = fsdp_opt.wait(gather_1)
-   7         y: f32[16] = aten.mul.Tensor(x, full_1)
-   8         z: f32[16] = aten.mul.Tensor(y, full)
-   9         t: f32[16] = aten.add.Tensor(z, full_1)
-  10 release release = fsdp_opt.release(full)
-  11 release release_1 = fsdp_opt.release(full_1)
-  12         return (t,)
+   3 issue   gather_1: f32[16] = fsdp_opt.gather(s, 2, torch.float32)
+   4 wait    full_1: f32[16] = fsdp_opt.wait(gather_1)
+   5 issue   gather: f32[16] = fsdp_opt.gather(r, 2, torch.float32)
+   6 wait    full: f32[16] = fsdp_opt.wait(gather)
+   7         y: f32[16] = aten.mul.Tensor(x, full)
+   8         z: f32[16] = aten.mul.Tensor(y, full_1)
+   9 release release = fsdp_opt.release(full)
+  10 release release_1 = fsdp_opt.release(full_1)
+  11 issue   gather_2: f32[16] = fsdp_opt.gather(r, 2, torch.float32)
+  12 wait    full_2: f32[16] = fsdp_opt.wait(gather_2)
+  13         t: f32[16] = aten.add.Tensor(z, full_2)
+  14 release release_2 = fsdp_opt.release(full_2)
+  15         return (t,)
 """,
         )
 
@@ -381,13 +384,16 @@ class TestGatherOnDemand(expecttest.TestCase):
    3 issue   gather: f32[16] = fsdp_opt.gather(s, 2, torch.float32)
    4 wait    full: f32[16] = fsdp_opt.wait(gather)
    5         y: f32[16] = aten.mul.Tensor(x, full)
-   6 issue   gather_1: f32[16] = fsdp_opt.gather(r, 2, torch.float32)
-   7 wait    full_1: f32[16] = fsdp_opt.wait(gather_1)
-   8         z: f32[16] = aten.mul.Tensor(y, full_1)
-   9         t: f32[16] = aten.add.Tensor(z, full)
-  10 release release = fsdp_opt.release(full)
-  11 release release_1 = fsdp_opt.release(full_1)
-  12         return (t,)
+   6 release release = fsdp_opt.release(full)
+   7 issue   gather_1: f32[16] = fsdp_opt.gather(r, 2, torch.float32)
+   8 wait    full_1: f32[16] = fsdp_opt.wait(gather_1)
+   9         z: f32[16] = aten.mul.Tensor(y, full_1)
+  10 release release_1 = fsdp_opt.release(full_1)
+  11 issue   gather_2: f32[16] = fsdp_opt.gather(s, 2, torch.float32)
+  12 wait    full_2: f32[16] = fsdp_opt.wait(gather_2)
+  13         t: f32[16] = aten.add.Tensor(z, full_2)
+  14 release release_2 = fsdp_opt.release(full_2)
+  15         return (t,)
 """,
         )
 
@@ -425,11 +431,12 @@ class TestGatherOnDemand(expecttest.TestCase):
 def test_readers_of_a_view_keep_the_buffer(view: str) -> None:
     text = f"""
         0 s: f32[8] = input(shard="up")
-        1 w: f32[16] = fsdp_opt.unshard(s, 2, torch.float32)
-        2 v: f32[16] = {view.format("w")}
-        3 r: f32[16] = fsdp_opt.unshard(s, 2, torch.float32)
-        4 y: f32[16] = aten.mul.Tensor(v, r)
-        5 return (y,)
+        1 t: f32[8] = input(shard="down")
+        2 w: f32[16] = fsdp_opt.unshard(s, 2, torch.float32)
+        3 v: f32[16] = {view.format("w")}
+        4 r: f32[16] = fsdp_opt.unshard(t, 2, torch.float32)
+        5 y: f32[16] = aten.mul.Tensor(v, r)
+        6 return (y,)
         """
     gm = graph(text)
     apply(GatherOnDemand(), gm)
@@ -463,16 +470,17 @@ class TestPipeline(expecttest.TestCase):
         )
 
 
-def test_a_gather_that_nothing_reads_is_released() -> None:
+def test_nothing_is_gathered_that_nobody_reads() -> None:
     gm = graph(
         """
         0 s: f32[8] = input(shard="up")
         1 w: f32[16] = fsdp_opt.unshard(s, 2, torch.float32)
-        2 return (None,)
+        2 v: f32[4,4] = aten.view(w, [4, 4])
+        3 return (None,)
         """
     )
     apply(GatherOnDemand(), gm)
-    assert len(gm.graph.find_nodes(op="call_function", target=RELEASE)) == 1
+    assert [node.op for node in gm.graph.nodes] == ["placeholder", "output"]
 
 
 @dataclass(frozen=True)

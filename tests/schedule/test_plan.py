@@ -16,6 +16,7 @@ from fsdp_passes.schedule.plan import (
     Run,
     Step,
     Wait,
+    WaitReduce,
     reads,
     with_drops,
 )
@@ -28,7 +29,7 @@ NEGATE = """
     2 return (y,)
     """
 STEPS: tuple[Step, ...] = (
-    Gather("full", "s", torch.bfloat16, 16),
+    Gather("full", "s", torch.bfloat16, 16, "up"),
     Wait("full"),
     Run(0, ("full",), ("y",)),
     GradSlice("slice", "s", 0, (2, 3), torch.float32),
@@ -40,6 +41,10 @@ STEPS: tuple[Step, ...] = (
     Accumulate("b", "s", None),
     Accumulate("b", "s", (), ("b",)),
     Reduce("s"),
+    WaitReduce("s"),
+    WaitReduce("s", ago=2),
+    Gather("later", "t", torch.float32, 4, 'the "head"', reshard=False, offset=512, ahead=3, kept_from="full"),
+    Gather("more", "t", torch.float32, 4, "", offset=0),
 )
 OUTPUTS = ("x", None, 3, -0.5, True)
 
@@ -58,7 +63,7 @@ class TestText(expecttest.TestCase):
             got,
             """\
 plan bwd (s, _, x)
-   0 issue   full: bf16[16] = gather(s)
+   0 issue   full: bf16[16] = gather(s) of "up"
    1 wait    full
    2 run     y = region_0(full)
    3         slice: f32[2,3] = grad_slice(s, 0)
@@ -70,7 +75,11 @@ plan bwd (s, _, x)
    9         accumulate(b, s, None)
   10         accumulate(b, s, []) drop (b)
   11 issue   reduce(s)
-  12         return (x, None, 3, -0.5, True)
+  12 wait    reduce(s)
+  13 wait    reduce(s), graphs ago: 2
+  14         later: f32[4] = gather(t) of "the \\"head\\"" at 512, stays, kept from full, graphs ahead: 3
+  15 issue   more: f32[4] = gather(t) of "" at 0
+  16         return (x, None, 3, -0.5, True)
 
 region_0:
    0         x: bf16[16] = input()
@@ -128,8 +137,8 @@ def test_indices_and_blank_lines_are_for_readers() -> None:
 
 
 def test_collectives_of_a_plan() -> None:
-    assert a_plan().gathers == (STEPS[0],)
-    assert a_plan().reductions == (STEPS[-1],)
+    assert a_plan().gathers == (STEPS[0], STEPS[-1])
+    assert a_plan().reductions == (STEPS[11],)
     assert a_plan().grad_slices == STEPS[3:5]
 
 
@@ -191,12 +200,13 @@ def test_drops_of_nothing() -> None:
 @pytest.mark.parametrize(
     ("step", "names"),
     [
-        (Gather("full", "s", torch.float32, 8), ("s",)),
+        (Gather("full", "s", torch.float32, 8, "up"), ("s",)),
         (Wait("full"), ("full",)),
         (Run(0, ("a", "b"), ("c",)), ("a", "b")),
         (Release("full"), ("full",)),
         (Accumulate("g", "s", None), ("g", "s")),
         (Reduce("s"), ("s",)),
+        (WaitReduce("s", ago=1), ("s",)),
     ],
 )
 def test_reads(step: Step, names: tuple[str, ...]) -> None:

@@ -311,7 +311,7 @@ def test_functions_of_sharded_models_refuse_a_plain_one(function: Callable[[nn.M
         function(nn.Linear(2, 2))
 
 
-KNOWN = "grad_path, accumulate_bytes, wgrad, codegen, verify, dump_dir"
+KNOWN = "grad_path, accumulate_bytes, in_flight, wgrad, codegen, verify, dump_dir, poison"
 _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"gradpath": "cat"}, f"options: expected names among {KNOWN}, got 'gradpath'"),
     "unknown among known": ({"verify": 2, "Verify": 2}, f"options: expected names among {KNOWN}, got 'Verify'"),
@@ -337,6 +337,16 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "bool for a number": ({"verify": True}, "options['verify']: expected one of (0, 1, 2), got True"),
     "string for a number": ({"verify": "1"}, "options['verify']: expected one of (0, 1, 2), got '1'"),
     "list": ({"codegen": ["fx"]}, "options['codegen']: expected one of ('inductor', 'fx'), got ['fx']"),
+    "in_flight": ({"in_flight": 0}, "options['in_flight']: expected None or a number of units from 1 on, got 0"),
+    "in_flight as a bool": (
+        {"in_flight": True},
+        "options['in_flight']: expected None or a number of units from 1 on, got True",
+    ),
+    "in_flight as a float": (
+        {"in_flight": 2.0},
+        "options['in_flight']: expected None or a number of units from 1 on, got 2.0",
+    ),
+    "poison": ({"poison": 1}, "options['poison']: expected one of (False, True), got 1"),
     "dump_dir": ({"dump_dir": 3}, "options['dump_dir']: expected a path or None, got 3"),
 }
 
@@ -354,8 +364,19 @@ def test_options_that_are_no_mapping() -> None:
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FSDP_PASSES_DUMP", raising=False)
-    assert Options.parse(None) == Options.parse({}) == Options("views", None, "round", "inductor", 1, None)
+    for variable in ("FSDP_PASSES_DUMP", "FSDP_PASSES_POISON"):
+        monkeypatch.delenv(variable, raising=False)
+    assert Options.parse(None) == Options.parse({}) == Options()
+    assert Options() == Options("views", None, 2, "round", "inductor", 1, None, False)
+
+
+@pytest.mark.parametrize(("value", "poisons"), [("1", True), ("0", False), ("", False)])
+def test_poisoning_comes_from_the_environment_unless_given(
+    monkeypatch: pytest.MonkeyPatch, value: str, poisons: bool
+) -> None:
+    monkeypatch.setenv("FSDP_PASSES_POISON", value)
+    assert Options.parse({}).poison is poisons
+    assert Options.parse({"poison": not poisons}).poison is not poisons
 
 
 def test_the_dump_folder_comes_from_the_environment_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:

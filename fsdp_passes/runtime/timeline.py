@@ -1,0 +1,237 @@
+"""The order in which the graphs of a model run, and what is gathered meanwhile.
+
+A round goes from the first graph of a forward to the end of its backward; of a forward without one, to the next time
+that its first graph runs. The first round runs each graph by its own plan. Then its order is known: a round that
+begins alike is expected to go on alike, and follows one schedule for all of its graphs. When another graph comes than
+was expected, what was gathered ahead is dropped, the rest of the round runs by the graphs' own plans, and what has run
+is the order that is known from then on.
+
+Ranks decide alike as long as they send the same, and edit parameters alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_passes._compat import queue_backward_callback, running_backward, warn_once
+from fsdp_passes.ir.ops import unit_names
+from fsdp_passes.runtime.arena import Arena
+from fsdp_passes.runtime.collectives import Done
+from fsdp_passes.schedule.plan import Call, Gather, Owner, Plan, Step, WaitReduce, bytes_of_slots
+from fsdp_passes.sharding.group import FlatGroup
+from fsdp_passes.sharding.model import ShardedModel
+from fsdp_passes.sharding.poison import poison
+
+log = logging.getLogger(__name__)
+
+Scheduler = Callable[[Sequence[Call], int | None], Sequence[tuple[Step, ...]]]
+
+_MAX_CALLS = 1000  # of a round; a longer one is several, whose order is not worth knowing
+_MAX_ORDERS = 16
+
+
+@dataclass(frozen=True)
+class GraphCall:
+    """One run of `plan` on the shards of `groups`, which are its inputs of these names."""
+
+    plan: Plan
+    groups: Mapping[str, FlatGroup]
+    in_flight: int | None
+    schedule: Scheduler
+
+    @property
+    def model(self) -> ShardedModel | None:
+        """That of its first shard, which looks after it; None without shards."""
+        return next((group.model for group in self.groups.values()), None)
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """Equal for calls that send the same. Ranks need not run equal graphs: one may have compiled anew."""
+        bound = ((id(self.groups[shard]) if shard else None, what) for shard, what in self.plan.skeleton)
+        return self.in_flight, *bound
+
+
+class _Order:
+    """What each of `calls` does, if calls like them run one after another: known once they are expected again."""
+
+    def __init__(self, calls: Sequence[GraphCall]) -> None:
+        self.calls = tuple(calls)
+        self._steps: dict[tuple[int, int], tuple[Step, ...]] = {}
+        self._plans: list[Plan] = []  # alive, so that no other has the id of one of them
+
+    @cached_property
+    def nbytes(self) -> int:
+        scheduled = self._scheduled(self.calls)
+        for number, (call, steps) in enumerate(zip(self.calls, scheduled, strict=True)):
+            self._steps[number, id(call.plan)] = steps
+        return bytes_of_slots(step for steps in scheduled for step in steps)
+
+    def goes_on_with(self, calls: Sequence[GraphCall]) -> bool:
+        """Whether the last of `calls` is like the one that is expected after those before it."""
+        number = len(calls) - 1
+        return number < len(self.calls) and self.calls[number].key == calls[number].key
+
+    def steps_of(self, number: int, call: GraphCall) -> tuple[Step, ...]:
+        """Those of `call`, which is like call `number`, though perhaps of another graph."""
+        this = number, id(call.plan)
+        if this not in self._steps:
+            self._steps[this] = self._scheduled([*self.calls[:number], call, *self.calls[number + 1 :]])[number]
+            self._plans.append(call.plan)
+        return self._steps[this]
+
+    def _scheduled(self, calls: Sequence[GraphCall]) -> Sequence[tuple[Step, ...]]:
+        groups = list({id(group): group for call in calls for group in call.groups.values()}.values())
+        owners: dict[int, Owner] = {
+            id(group): (unit, group.model.groups.index(group))
+            for group, unit in zip(groups, unit_names(groups), strict=True)
+        }
+        bound = [Call(call.plan, {shard: owners[id(each)] for shard, each in call.groups.items()}) for call in calls]
+        return calls[0].schedule(bound, calls[0].in_flight)
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """A buffer that is filled, when `work` is done, with what the shard was at `version`."""
+
+    group: FlatGroup
+    full: Tensor
+    work: dist.Work | Done
+    version: int
+    returned: bool
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Call `number` of a round: what it does, and its buffers."""
+
+    timeline: Timeline
+    number: int
+    steps: tuple[Step, ...]
+
+    def issue(self, step: Gather) -> None:
+        self.timeline.issue(self.number, step)
+
+    def wait(self, buffer: str) -> Tensor:
+        return self.timeline.wait(self.number, buffer)
+
+    def release(self, buffer: str, poisons: bool) -> None:
+        self.timeline.release(self.number, buffer, poisons)
+
+    def wait_reduce(self, step: WaitReduce) -> None:
+        call = self.timeline.call(self.number - step.ago, now=self.number)
+        call.groups[step.shard].gradients.finish_reduce()
+
+
+@dataclass
+class Timeline:
+    """What is known of one model's rounds."""
+
+    arena: Arena = field(default_factory=Arena)
+    _calls: list[GraphCall] = field(default_factory=list)  # of the round that is under way
+    _expected: _Order | None = None
+    _known: dict[tuple[object, ...], _Order] = field(default_factory=dict)  # by the first call
+    _live: dict[tuple[int, int], _Gathered] = field(default_factory=dict)  # by number of the call, and of the buffer
+
+    @classmethod
+    def of(cls, model: ShardedModel | None) -> Timeline:
+        """The one that belongs to `model`; one for a single call without."""
+        known = None if model is None else model.timeline
+        timeline = known if isinstance(known, cls) else cls()
+        if model is not None:
+            model.timeline = timeline
+        return timeline
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Timeline:
+        """A copy of the model has a memory, and an order, of its own."""
+        return Timeline()
+
+    def begin(self, call: GraphCall) -> Turn:
+        """`call` runs now."""
+        if call.model is None:
+            return Turn(self, 0, call.plan.steps)
+        if running_backward() is not None:
+            queue_backward_callback(self.end_round)
+        elif self._calls and self._calls[0].key == call.key:
+            self.end_round()
+        if len(self._calls) == _MAX_CALLS:
+            self.abandon_round()
+        if not self._calls:
+            self._drop_buffers()
+            self._expected = self._known.get(call.key)
+        self._calls.append(call)
+        if self._expected is not None and not self._expected.goes_on_with(self._calls):
+            self._leave_order(self._expected)
+        number, order = len(self._calls) - 1, self._expected
+        self.arena.reserve(order.nbytes if order else call.plan.arena_bytes, call.model.device)
+        return Turn(self, number, order.steps_of(number, call) if order else call.plan.steps)
+
+    def _leave_order(self, order: _Order) -> None:
+        """Another graph runs than was expected, perhaps because the round is longer: then nothing is left undone."""
+        if len(self._calls) <= len(order.calls):
+            warn_once(log, "fsdp_opt: graphs run in another order than before; each gathers for itself for now")
+        self._expected = None
+        self._drop_buffers()
+        for group in (group for call in self._calls for group in call.groups.values()):
+            group.gradients.finish_reduce()
+
+    def end_round(self) -> None:
+        """The order of the calls of this round is what is expected from now on of one that begins alike."""
+        calls, expected = self._calls, self._expected
+        self.abandon_round()
+        self._drop_buffers()
+        as_expected = expected is not None  # perhaps it stopped early, as a forward without backward does
+        if calls and not as_expected and len({call.in_flight for call in calls}) == 1:
+            self._known.pop(calls[0].key, None)
+            self._known[calls[0].key] = _Order(calls)
+        if len(self._known) > _MAX_ORDERS:
+            del self._known[next(iter(self._known))]
+
+    def abandon_round(self) -> None:
+        """Learn nothing. What is being gathered is waited for later: after an exception, others may not get there."""
+        self._calls, self._expected = [], None
+
+    def _drop_buffers(self) -> None:
+        live, self._live = self._live, {}
+        for each in live.values():
+            each.work.wait()
+
+    def call(self, number: int, now: int) -> GraphCall:
+        """Call `number`, as steps of call `now` name its shards and buffers."""
+        return self._calls[number] if self._expected is None or number == now else self._expected.calls[number]
+
+    def issue(self, number: int, step: Gather) -> None:
+        call = self.call(number + step.ahead, now=number)
+        key = number + step.ahead, call.plan.buffers[step.buffer]
+        if step.kept_from is not None:
+            self._live[key] = self._live.pop((number, self._calls[number].plan.buffers[step.kept_from]))
+            return
+        group = call.groups[step.shard]
+        if step.offset is None:
+            full = group.empty_full(step.dtype)
+        else:
+            full = self.arena.slot(step.offset, step.full_elems, step.dtype)
+        self._live[key] = _Gathered(group, full, group.issue_gather(full), group.version, step.offset is None)
+
+    def wait(self, number: int, buffer: str) -> Tensor:
+        """The buffer, with the values that the shard has now."""
+        key = number, self._calls[number].plan.buffers[buffer]
+        gathered = self._live.pop(key)
+        gathered.work.wait()
+        group, full = gathered.group, gathered.full
+        if gathered.version != group.version:  # edited between two graphs
+            group.issue_gather(full).wait()
+        if not gathered.returned:
+            self._live[key] = _Gathered(group, full, Done(), group.version, returned=False)
+        return full
+
+    def release(self, number: int, buffer: str, poisons: bool) -> None:
+        full = self._live.pop((number, self._calls[number].plan.buffers[buffer])).full
+        if poisons:
+            poison(full)
