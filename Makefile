@@ -12,7 +12,8 @@ PYTHON ?= $(shell for python in python3.11 python3 python; do \
 export OMP_NUM_THREADS = 1
 
 # Two at a time: most tests, those on one rank, keep one core busy. By file: pools of ranks are a process's own.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# In the order of their names, which has the quick ones last: by number of tests, a slow file of few would run alone.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint clean

@@ -36,6 +36,7 @@ from fsdp_passes.passes.pipeline import passes_of
 from fsdp_passes.runtime.executor import Executor
 from fsdp_passes.schedule.order import schedule, scheduled
 from fsdp_passes.schedule.plan import Call, Step
+from fsdp_passes.schedule.rules import verify_schedule
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +88,18 @@ def _compile_graph(
     refuse_gradients_in_parts(graph.graph, shards)
     declined = run_passes(graph, passes_of(direction, options), options.verify, dumps.write_graph)
     plan = scheduled(cut(graph, direction, trains), options.in_flight)
+    verify_schedule([Call.alone(plan)], [plan.steps], options.in_flight, options.verify)
     dumps.write_plan(plan)
     regions = Regions(plan.regions, options.codegen, direction)
-    return Executor(plan, regions, partial(_schedule, folder), options, report(graph.graph, plan, declined))
+    schedule_calls = partial(_schedule, folder, options.verify)
+    return Executor(plan, regions, schedule_calls, options, report(graph.graph, plan, declined))
 
 
-def _schedule(folder: DumpFolder, calls: Sequence[Call], in_flight: int | None) -> Sequence[tuple[Step, ...]]:
-    """What graphs do, once it is known that they run one after another."""
+def _schedule(
+    folder: DumpFolder, level: int, calls: Sequence[Call], in_flight: int | None
+) -> Sequence[tuple[Step, ...]]:
+    """What graphs do, once it is known that they run one after another; checked at `level`."""
     steps = schedule(calls, in_flight)
+    verify_schedule(calls, steps, in_flight, level)
     folder.write_order(calls, steps)
     return steps

@@ -187,12 +187,12 @@ def _refuse(uses: Sequence[Use], bound: float) -> None:
 def _steps_before(line: _Line, issues: Sequence[Issue], bound: float) -> dict[int, list[Step]]:
     """What is done before each position: releases, gathers, waits for reductions."""
     slots = _place(issues)
-    kept = {(id(issue.source), part) for issue in issues for part in _taken_over(issue)}
+    kept = {(issue.source, part) for issue in issues for part in _taken_over(issue)}
     before: dict[int, list[Step]] = defaultdict(list)
     for issue in issues:
         use = issue.use
         for part, gather in use.gathers.items():
-            if gather.buffer in use.released and (id(use), part) not in kept:
+            if gather.buffer in use.released and (use, part) not in kept:
                 assert use.end is not None
                 before[use.end].append(Release(gather.buffer))
     for issue in issues:
@@ -201,7 +201,7 @@ def _steps_before(line: _Line, issues: Sequence[Issue], bound: float) -> dict[in
             placed = replace(
                 gather,
                 unit=issue.use.unit,
-                offset=slots.get((id(issue.use), part)),
+                offset=slots.get((issue.use, part)),
                 ahead=issue.use.call - line.steps[issue.position][0],
                 kept_from=taken.get(part),
             )
@@ -223,18 +223,18 @@ def _taken_over(issue: Issue) -> dict[_Part, str]:
     return taken
 
 
-def _place(issues: Sequence[Issue]) -> dict[tuple[int, _Part], int]:
+def _place(issues: Sequence[Issue]) -> dict[tuple[Use, _Part], int]:
     """The offset of each buffer of a use that is not returned; one that is kept stays where it is."""
-    first: dict[tuple[int, _Part], tuple[int, _Part]] = {}
-    lifetimes: dict[tuple[int, _Part], Lifetime] = {}
+    first: dict[tuple[Use, _Part], tuple[Use, _Part]] = {}
+    lifetimes: dict[tuple[Use, _Part], Lifetime] = {}
     for issue in issues:
         taken = _taken_over(issue)
         for part, gather in issue.use.gathers.items():
             if gather.buffer not in issue.use.released:
                 continue
             assert issue.use.end is not None
-            this = (id(issue.use), part)
-            first[this] = first[(id(issue.source), part)] if part in taken else this
+            this = (issue.use, part)
+            first[this] = first[issue.source, part] if issue.source and part in taken else this
             start = lifetimes[first[this]].start if part in taken else issue.position
             lifetimes[first[this]] = Lifetime(gather.nbytes, start, issue.use.end)
     offsets = dict(zip(lifetimes, place(tuple(lifetimes.values())), strict=True))

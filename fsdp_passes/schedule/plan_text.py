@@ -65,6 +65,11 @@ def _numbered(steps: Iterable[tuple[str, str]]) -> Iterator[str]:
     return (f"{at:4} {lane:7} {text}" for at, (lane, text) in enumerate(steps))
 
 
+def step_line(step: Step) -> str:
+    lane, text = _step_text(step)
+    return f"{lane:7} {text}"
+
+
 def _names(names: Iterable[str]) -> str:
     return f"({', '.join(names)})"
 

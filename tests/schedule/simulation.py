@@ -1,0 +1,148 @@
+"""Random plans, and a simulation of what they do that knows nothing of how they are scheduled, or checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+
+from fsdp_passes.schedule.plan import Gather, Plan, Reduce, Release, Run, Step, Wait, WaitReduce
+
+
+@st.composite
+def plans(draw: st.DrawFn, reshards: dict[int, bool], sizes: dict[tuple[int, int], int]) -> Plan:
+    """A graph that gathers on demand. Units have one or two flat groups; intervals may overlap."""
+    steps: list[Step] = []
+    open_: dict[int, list[str]] = {}  # buffers of each unit
+    for number in range(draw(st.integers(1, 12))):
+        action = draw(st.sampled_from(["open", "open", "open", "run", "close", "reduce"]))
+        unit = draw(st.sampled_from(sorted(reshards)))
+        if action == "open" and unit not in open_:
+            groups = draw(st.sampled_from([(0,), (1,), (0, 1)]))
+            open_[unit] = [f"b{number}_{group}" for group in groups]
+            steps += [
+                Gather(name, f"s{unit}_{group}", torch.float32, sizes[unit, group], str(unit), reshards[unit])
+                for name, group in zip(open_[unit], groups, strict=True)
+            ]
+            steps += [Wait(name) for name in open_[unit]]
+        elif action == "close" and open_:
+            first = next(iter(open_))
+            steps += [Release(name) for name in open_.pop(first)]
+        elif action == "reduce":
+            steps.append(Reduce(f"s{unit}_0"))
+        steps.append(Run(0, tuple(name for names in open_.values() for name in names), ()))
+    steps += [Release(name) for names in open_.values() for name in names if draw(st.integers(0, 5))]
+    return Plan("fwd", (), tuple(steps), (), ())
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Plan], int | None]:
+    units = range(draw(st.integers(1, 5)))
+    reshards = {unit: bool(draw(st.integers(0, 4))) for unit in units}
+    sizes = {(unit, group): draw(st.integers(1, 700)) for unit in units for group in (0, 1)}
+    sequence = draw(st.lists(plans(reshards, sizes), min_size=1, max_size=4))
+    return sequence, draw(st.sampled_from([1, 2, 2, 3, 4, None]))
+
+
+def owners_of(plan: Plan) -> dict[str, tuple[str, int]]:
+    shards = {step.shard for step in plan.steps if isinstance(step, Gather | Reduce)}
+    return {shard: (shard[1:].partition("_")[0], int(shard[-1])) for shard in shards}
+
+
+def most_units_in_a_region(plan: Plan) -> int:
+    """The most units that must be live at once, but those that are returned; one that stays while it is waited for."""
+    released = {step.buffer for step in plan.steps if isinstance(step, Release)}
+    gathers = {step.buffer: step for step in plan.steps if isinstance(step, Gather)}
+    live: Counter[str] = Counter()
+    most = 0
+    for step in plan.steps:
+        if isinstance(step, Wait):
+            gather = gathers[step.buffer]
+            counts = step.buffer in released
+            most = max(most, len({*+live, *[gather.unit] * counts}))
+            live[gather.unit] += gather.reshard and counts
+        elif isinstance(step, Release):
+            live[gathers[step.buffer].unit] -= gathers[step.buffer].reshard
+    return most
+
+
+class Simulation:
+    """Runs schedules step by step, and fails where one does what it must not."""
+
+    def __init__(self, sequence: Sequence[Plan], in_flight: int | None, early: bool = True) -> None:
+        self.early = early  # whether a gather must not be later than need be
+        self.plans, self.bound = sequence, float("inf") if in_flight is None else in_flight
+        self.live: dict[tuple[int, str], Gather] = {}  # issued, not released
+        self.waited: set[tuple[int, str]] = set()
+        self.under_way: list[tuple[int, str]] = []
+        self.sent: list[str] = []
+        waits = [(call, step.buffer) for call, plan in enumerate(sequence) for step in plan.steps if type(step) is Wait]
+        units = {(call, gather.buffer): gather.unit for call, plan in enumerate(sequence) for gather in plan.gathers}
+        self.missing = {key: units[key] for key in waits}  # not issued yet, in the order of use
+        self.most_bytes = 0
+
+    def run(self, schedules: Sequence[Sequence[Step]]) -> None:
+        for call, steps in enumerate(schedules):
+            for step in steps:
+                self.step(call, step)
+                self.check()
+        left = {key for key, gather in self.live.items() if gather.offset is not None}
+        assert not left and not self.under_way, "buffers or reductions are left at the end"
+
+    def step(self, call: int, step: Step) -> None:
+        if self.early and isinstance(step, Run | Reduce):
+            self.check_that_no_place_is_left_free()
+        match step:
+            case Gather():
+                self.issue(call, step)
+            case Wait(buffer):
+                assert (call, buffer) in self.live, "waited for before it is issued"
+                assert (call, buffer) not in self.waited, "waited for twice"
+                self.waited.add((call, buffer))
+            case Run():
+                for name in step.inputs:
+                    assert (call, name) in self.live, "read after its release"
+                    assert (call, name) in self.waited, "read before its wait"
+            case Release(buffer):
+                assert (call, buffer) in self.waited, "released before its wait"
+                assert self.live.pop((call, buffer)).offset is not None, "released, though the graph returns it"
+            case Reduce():
+                self.under_way.append((call, step.shard))
+            case WaitReduce():
+                self.under_way.remove((call - step.ago, step.shard))
+
+    def issue(self, call: int, gather: Gather) -> None:
+        key = (call + gather.ahead, gather.buffer)
+        assert key not in self.live
+        del self.missing[key]
+        if gather.kept_from is None:
+            self.sent.append(gather.shard)
+        else:
+            before = self.live.pop((call, gather.kept_from))
+            assert (call, gather.kept_from) in self.waited
+            assert before.offset is not None, "kept, though the graph returns it"
+            assert [before.shard, before.dtype, before.offset] == [gather.shard, gather.dtype, gather.offset]
+        if gather.offset is not None:
+            for other in (other for other in self.live.values() if other.offset is not None):
+                assert other.offset + other.nbytes <= gather.offset or gather.offset + gather.nbytes <= other.offset
+        self.live[key] = gather
+        self.most_bytes = max(self.most_bytes, sum(g.nbytes for g in self.live.values() if g.offset is not None))
+
+    def counted(self) -> set[str]:
+        return {
+            gather.unit
+            for key, gather in self.live.items()
+            if gather.offset is not None and (gather.reshard or (key not in self.waited and gather.kept_from is None))
+        }
+
+    def check_that_no_place_is_left_free(self) -> None:
+        """Unless the next unit in the order of use is live: then it is kept, or gathered again after its release."""
+        following = next(iter(self.missing.values()), None)
+        is_live = following in {gather.unit for gather in self.live.values()}
+        assert following is None or is_live or len(self.counted()) >= self.bound, "a gather is later than need be"
+
+    def check(self) -> None:
+        assert len(self.counted()) <= self.bound, "more units are live than the bound"
+        assert len(self.under_way) <= self.bound, "more reductions are under way than the bound"

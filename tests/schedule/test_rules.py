@@ -1,0 +1,132 @@
+"""Wrong schedules are refused: each way to spoil a step of a right one, against the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import expecttest
+import pytest
+from hypothesis import given, settings
+
+from fsdp_passes.ir.verify import VerifyError
+from fsdp_passes.schedule.order import schedule
+from fsdp_passes.schedule.plan import Call, Gather, Plan, Release, Run, Step, Wait, WaitReduce
+from fsdp_passes.schedule.rules import verify_schedule
+from tests.schedule.simulation import Simulation, cases, owners_of
+from tests.schedule.test_order import AGAIN, THREE, plan_of
+
+Schedule = tuple[tuple[Step, ...], ...]
+
+
+def mutants(steps: Schedule) -> Iterator[Schedule]:
+    """Each gather, wait and release deleted, doubled, moved by one, and each place shifted."""
+    for call, own in enumerate(steps):
+        for at, step in enumerate(own):
+            if isinstance(step, Run):
+                continue
+            spoiled = [[], [step, step], *([change] for change in _changes(step))]
+            for instead in spoiled:
+                yield *steps[:call], (*own[:at], *instead, *own[at + 1 :]), *steps[call + 1 :]
+            if at + 1 < len(own):
+                yield *steps[:call], (*own[:at], own[at + 1], step, *own[at + 2 :]), *steps[call + 1 :]
+
+
+def _changes(step: Step) -> Iterator[Step]:
+    if isinstance(step, Gather) and step.offset is not None:
+        yield replace(step, offset=step.offset + 4)
+        if step.offset:
+            yield replace(step, offset=step.offset - 4)
+        yield replace(step, offset=None)
+    if isinstance(step, Gather) and step.kept_from is not None:
+        yield replace(step, kept_from=None)
+    if isinstance(step, WaitReduce):
+        yield replace(step, ago=step.ago + 1)
+
+
+def is_right(calls: Sequence[Call], steps: Schedule, in_flight: int | None) -> bool:
+    """Whether the simulation runs `steps`; that a gather could be earlier is no fault."""
+    try:
+        Simulation([call.plan for call in calls], in_flight, early=False).run(steps)
+    except (AssertionError, KeyError, ValueError):
+        return False
+    return True
+
+
+def is_accepted(calls: Sequence[Call], steps: Schedule, in_flight: int | None) -> bool:
+    try:
+        verify_schedule(calls, steps, in_flight, 1)
+    except VerifyError:
+        return False
+    return True
+
+
+def judge(calls: Sequence[Call], in_flight: int | None) -> tuple[int, int]:
+    """How many mutants of the schedule are right, and wrong; the rules say the same of each."""
+    steps = schedule(calls, in_flight)
+    assert is_accepted(calls, steps, in_flight)
+    counts = [0, 0]
+    for mutant in mutants(steps):
+        wrong = not is_right(calls, mutant, in_flight)
+        assert is_accepted(calls, mutant, in_flight) != wrong, mutant
+        counts[wrong] += 1
+    return counts[0], counts[1]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(cases())
+def test_rules_refuse_what_goes_wrong_and_nothing_else(case: tuple[list[Plan], int | None]) -> None:
+    sequence, in_flight = case
+    try:
+        judge([Call(plan, owners_of(plan)) for plan in sequence], in_flight)
+    except ValueError as refused:
+        assert "in_flight" in str(refused)
+
+
+@pytest.mark.parametrize("text", [THREE, AGAIN])
+def test_most_ways_to_spoil_a_schedule_are_wrong(text: str) -> None:
+    right, wrong = judge([Call.alone(plan_of(text))] * 2, 2)
+    assert wrong > 3 * right > 0
+
+
+class TestMessages(expecttest.TestCase):
+    maxDiff = None
+
+    def test_a_release_is_missing(self) -> None:
+        plan = plan_of(THREE)
+        (steps,) = schedule([Call.alone(plan)], 2)
+        spoiled = tuple(step for step in steps if step != Release("b"))
+        with pytest.raises(VerifyError) as caught:
+            verify_schedule([Call.alone(plan)], [spoiled], 2, 1)
+        self.assertExpectedInline(str(caught.value), """\
+buffers_are_let_go_once: b is released or handed on 0 times, expected 1
+  rule: A buffer is released or handed on once, after it was last read; never if its graph returns it.
+  after: schedule
+  graph 0 issue   a: f32[128] = gather(s_a) of "a" at 0
+> graph 0 issue   b: f32[128] = gather(s_b) of "b" at 512
+  graph 0 wait    a
+  graph 0 run     region_0()
+  graph 0 release a""")
+
+    def test_a_read_before_its_wait(self) -> None:
+        plan = plan_of(THREE)
+        (steps,) = schedule([Call.alone(plan)], 2)
+        spoiled = tuple(replace(step, inputs=("b",)) if isinstance(step, Run) else step for step in steps)
+        with pytest.raises(VerifyError) as caught:
+            verify_schedule([Call.alone(plan)], [spoiled], 2, 1)
+        self.assertExpectedInline(str(caught.value), """\
+buffers_are_waited_for_once: b is used before its wait
+  rule: A buffer is waited for once, before it is read, released, or handed on.
+  after: schedule
+  graph 0 issue   a: f32[128] = gather(s_a) of "a" at 0
+  graph 0 issue   b: f32[128] = gather(s_b) of "b" at 512
+  graph 0 wait    a
+> graph 0 run     region_0(b)
+  graph 0 release a
+  graph 0 issue   c: f32[128] = gather(s_c) of "c" at 0
+  graph 0 wait    b""")
+
+
+def test_nothing_is_checked_at_level_0() -> None:
+    plan = plan_of(THREE)
+    verify_schedule([Call.alone(plan)], [[Wait("a")]], 2, 0)
