@@ -73,7 +73,7 @@ def _learnt(events: list[Event]) -> list[Event]:
     return events[[at for at, event in enumerate(events) if event.kind == "step"][2] :]
 
 
-HOW = ("net", "tied", "block by block", "graph breaks")
+HOW = (pytest.param("net", marks=pytest.mark.slow), "tied", "block by block", "graph breaks")
 NUM_UNITS = {"net": BLOCKS + 3, "tied": BLOCKS + 2, "block by block": BLOCKS, "graph breaks": BLOCKS}
 WAYS = ((1, True), (2, True), (3, True), (None, True), (2, False))  # in_flight, reshard_after_forward
 

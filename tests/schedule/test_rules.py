@@ -98,7 +98,9 @@ class TestMessages(expecttest.TestCase):
         spoiled = tuple(step for step in steps if step != Release("b"))
         with pytest.raises(VerifyError) as caught:
             verify_schedule([Call.alone(plan)], [spoiled], 2, 1)
-        self.assertExpectedInline(str(caught.value), """\
+        self.assertExpectedInline(
+            str(caught.value),
+            """\
 buffers_are_let_go_once: b is released or handed on 0 times, expected 1
   rule: A buffer is released or handed on once, after it was last read; never if its graph returns it.
   after: schedule
@@ -106,7 +108,8 @@ buffers_are_let_go_once: b is released or handed on 0 times, expected 1
 > graph 0 issue   b: f32[128] = gather(s_b) of "b" at 512
   graph 0 wait    a
   graph 0 run     region_0()
-  graph 0 release a""")
+  graph 0 release a""",
+        )
 
     def test_a_read_before_its_wait(self) -> None:
         plan = plan_of(THREE)
@@ -114,7 +117,9 @@ buffers_are_let_go_once: b is released or handed on 0 times, expected 1
         spoiled = tuple(replace(step, inputs=("b",)) if isinstance(step, Run) else step for step in steps)
         with pytest.raises(VerifyError) as caught:
             verify_schedule([Call.alone(plan)], [spoiled], 2, 1)
-        self.assertExpectedInline(str(caught.value), """\
+        self.assertExpectedInline(
+            str(caught.value),
+            """\
 buffers_are_waited_for_once: b is used before its wait
   rule: A buffer is waited for once, before it is read, released, or handed on.
   after: schedule
@@ -124,7 +129,8 @@ buffers_are_waited_for_once: b is used before its wait
 > graph 0 run     region_0(b)
   graph 0 release a
   graph 0 issue   c: f32[128] = gather(s_c) of "c" at 0
-  graph 0 wait    b""")
+  graph 0 wait    b""",
+        )
 
 
 def test_nothing_is_checked_at_level_0() -> None:
