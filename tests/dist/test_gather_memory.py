@@ -21,7 +21,7 @@ from tests.dist.models import build, compiled
 WIDTH, LAYERS = 512, 5
 UNIT_BYTES = WIDTH * WIDTH * 4
 BOUNDS = (1, 2, 3, None)
-SLACK_BYTES = 65_536
+SLACK_BYTES = 262_144  # what libraries allocate when they are first used; a unit is four times as large
 
 
 def _stack() -> nn.Module:
