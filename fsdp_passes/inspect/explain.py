@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from fsdp_passes.ir.nodes import calls, operand
-from fsdp_passes.ir.ops import GRAD_MM, ShardInput
+from fsdp_passes.ir.ops import GRAD_MM, unit_of
 from fsdp_passes.ir.passes import Declined
 from fsdp_passes.schedule.plan import Accumulate, Plan
 from fsdp_passes.sharding.state import sharded_state
@@ -76,8 +76,7 @@ def explain(model: nn.Module) -> Explanation:
 
 def report(graph: fx.Graph, plan: Plan, declined: Sequence[Declined]) -> GraphReport:
     """`graph` is the one from which `plan` was cut: its inputs know their units."""
-    facts = {node.name: node.meta.get("fsdp") for node in graph.find_nodes(op="placeholder")}
-    units = {name: fact.unit for name, fact in facts.items() if isinstance(fact, ShardInput)}
+    units = {node.name: unit_of(node) for node in graph.find_nodes(op="placeholder")}
     gradients = []
     for shard in (step.shard for step in plan.reductions):
         whole = any(isinstance(step, Accumulate) and step.shard == shard for step in plan.steps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from fsdp_passes.ir.rules import CHEAP, THOROUGH, Broken
@@ -28,7 +30,11 @@ def _explain(gm: fx.GraphModule, rule: str, invariant: str | None, broken: Broke
     head = f"{rule}: {broken}\n  rule: {invariant}\n  after: {after}"
     if broken.node is None:
         return head
-    lines = dump(gm).splitlines()  # one a node, in order
-    at = list(gm.graph.nodes).index(broken.node)
-    shown = range(max(0, at - _CONTEXT_LINES), min(len(gm.graph.nodes), at + _CONTEXT_LINES + 1))
-    return "\n".join([head, *(f"{'>' if i == at else ' '} {lines[i]}" for i in shown)])
+    lines = dump(gm).splitlines()[: len(gm.graph.nodes)]  # one a node, in order; then those of graphs that it calls
+    return "\n".join([head, *lines_around(lines, list(gm.graph.nodes).index(broken.node))])
+
+
+def lines_around(lines: Sequence[str], at: int) -> list[str]:
+    """Line number `at`, marked, and some before and after it."""
+    shown = range(max(0, at - _CONTEXT_LINES), min(len(lines), at + _CONTEXT_LINES + 1))
+    return [f"{'>' if i == at else ' '} {lines[i]}" for i in shown]

@@ -18,7 +18,7 @@ from fsdp_passes.ir.nodes import (
     results,
     set_results,
 )
-from fsdp_passes.ir.ops import ACCUMULATE, REDUCE, REDUCE_GRAD, ShardInput
+from fsdp_passes.ir.ops import ACCUMULATE, REDUCE, REDUCE_GRAD, ShardInput, unit_of
 from fsdp_passes.ir.passes import Declined, Pass
 
 
@@ -87,6 +87,4 @@ def reduce_after(node: fx.Node, reduction: fx.Node) -> None:
 
 
 def decline(reduction: fx.Node, reason: str) -> Declined:
-    fact = operand(reduction, 1).meta["fsdp"]
-    assert isinstance(fact, ShardInput)
-    return Declined(fact.unit, reduction.name, reason)
+    return Declined(unit_of(operand(reduction, 1)), reduction.name, reason)

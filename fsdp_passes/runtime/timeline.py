@@ -63,15 +63,15 @@ class _Order:
 
     def __init__(self, calls: Sequence[GraphCall]) -> None:
         self.calls = tuple(calls)
-        self._steps: dict[tuple[int, int], tuple[Step, ...]] = {}
-        self._plans: list[Plan] = []  # alive, so that no other has the id of one of them
+        self._others: dict[tuple[int, int], tuple[Plan, tuple[Step, ...]]] = {}  # a plan that lives keeps its id
+
+    @cached_property
+    def _steps(self) -> Sequence[tuple[Step, ...]]:
+        return self._scheduled(self.calls)
 
     @cached_property
     def nbytes(self) -> int:
-        scheduled = self._scheduled(self.calls)
-        for number, (call, steps) in enumerate(zip(self.calls, scheduled, strict=True)):
-            self._steps[number, id(call.plan)] = steps
-        return bytes_of_slots(step for steps in scheduled for step in steps)
+        return bytes_of_slots(step for steps in self._steps for step in steps)
 
     def goes_on_with(self, calls: Sequence[GraphCall]) -> bool:
         """Whether the last of `calls` is like the one that is expected after those before it."""
@@ -80,11 +80,13 @@ class _Order:
 
     def steps_of(self, number: int, call: GraphCall) -> tuple[Step, ...]:
         """Those of `call`, which is like call `number`, though perhaps of another graph."""
+        if call.plan is self.calls[number].plan:
+            return self._steps[number]
         this = number, id(call.plan)
-        if this not in self._steps:
-            self._steps[this] = self._scheduled([*self.calls[:number], call, *self.calls[number + 1 :]])[number]
-            self._plans.append(call.plan)
-        return self._steps[this]
+        if this not in self._others:
+            calls = [*self.calls[:number], call, *self.calls[number + 1 :]]
+            self._others[this] = call.plan, self._scheduled(calls)[number]
+        return self._others[this][1]
 
     def _scheduled(self, calls: Sequence[GraphCall]) -> Sequence[tuple[Step, ...]]:
         groups = list({id(group): group for call in calls for group in call.groups.values()}.values())

@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_passes.ir.verify import VerifyError
+from fsdp_passes.ir.verify import VerifyError, lines_around
 from fsdp_passes.schedule.plan import Call, Gather, Owner, Reduce, Release, Run, Step, Wait, WaitReduce
 from fsdp_passes.schedule.plan_text import step_line
-
-_CONTEXT_LINES = 3
 
 
 class BrokenSchedule(Exception):
@@ -191,7 +189,6 @@ def verify_schedule(calls: Sequence[Call], steps: Sequence[Sequence[Step]], in_f
 
 
 def _explain(steps: Sequence[Sequence[Step]], rule: Callable[..., object], broken: BrokenSchedule) -> str:
-    lines = [(call, step_line(step)) for call, own_steps in enumerate(steps) for step in own_steps]
-    shown = range(max(0, broken.position - _CONTEXT_LINES), min(len(lines), broken.position + _CONTEXT_LINES + 1))
-    context = [f"{'>' if at == broken.position else ' '} graph {lines[at][0]} {lines[at][1]}" for at in shown]
-    return "\n".join([f"{rule.__name__}: {broken}", f"  rule: {rule.__doc__}", "  after: schedule", *context])
+    lines = [f"graph {call} {step_line(step)}" for call, own_steps in enumerate(steps) for step in own_steps]
+    head = [f"{rule.__name__}: {broken}", f"  rule: {rule.__doc__}", "  after: schedule"]
+    return "\n".join([*head, *lines_around(lines, broken.position)])
