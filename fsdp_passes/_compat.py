@@ -265,6 +265,13 @@ def _backed_symbols(values: list[Any]) -> list[Any]:
     return [value for value in values if isinstance(value, torch.SymInt) and value.node.has_hint()]
 
 
+def example_size(size: int | torch.SymInt) -> int:
+    """`size` as it was in the example, without a guard; 0 where it depends on data."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 0  # torch 2.13
+    return size
+
+
 def donate_no_saved_tensors() -> None:
     """Called while a forward is compiled: its backward may run again (retain_graph=True).
 

@@ -15,6 +15,7 @@ from fsdp_passes.ir.ops import owner_of, set_owner
 from fsdp_passes.ir.text import dump, load
 from fsdp_passes.options import Options
 from fsdp_passes.runtime.executor import Executor
+from fsdp_passes.runtime.streams import Streams
 from fsdp_passes.schedule.order import schedule, scheduled
 from fsdp_passes.schedule.plan import Plan
 from fsdp_passes.sharding.grad_buffer import GradSlot
@@ -47,6 +48,9 @@ class SimulatedGroup:
     def issue_gather(self, full: Tensor) -> SimulatedWork:
         """The buffer holds NaN until it is waited for."""
         return SimulatedWork(full, self.gather(full.dtype))
+
+    def gather_into(self, full: Tensor) -> None:
+        full.copy_(self.gather(full.dtype))
 
     def reduce(self, full_grad: Tensor) -> Tensor:
         return full_grad[: self._shard.numel()].to(self._shard.dtype)
@@ -97,6 +101,7 @@ class SimulatedModel:
         self.reports: dict[object, None] = {}
         self.accumulate_bytes: int | None = None
         self.timeline: object | None = None
+        self.streams = Streams(self.device)
 
     def limit_accumulation(self, accumulate_bytes: int | None) -> None:
         self.accumulate_bytes = accumulate_bytes

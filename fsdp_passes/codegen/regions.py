@@ -120,7 +120,9 @@ def _communication(node: fx.Node) -> Step:
     if node.target is ACCUMULATE:
         return Accumulate(names[0], names[1], None if node.args[2] is None else tuple(operands(node, 2)))
     assert node.target is REDUCE, node.target
-    return Reduce(names[0])
+    _, world_size, dtype = node.args
+    assert isinstance(world_size, int) and isinstance(dtype, torch.dtype)
+    return Reduce(names[0], dtype, operand(node).meta["val"].numel() * world_size)
 
 
 def _grad_slice(node: fx.Node) -> GradSlice:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import fx
 
 from fsdp_passes.ir.text import dump
+from fsdp_passes.schedule.lifetime import Memory
+from fsdp_passes.schedule.live_bytes import peak_of
 from fsdp_passes.schedule.plan import Call, Plan, Step
 from fsdp_passes.schedule.plan_text import dump_order, dump_plan
 
@@ -40,7 +42,8 @@ class DumpFolder:
         """What `calls`, that run one after another, do then: `<dump_dir>/rank<r>/order<n>.txt`."""
         if self.path is not None:
             number = len(list(self.path.glob("order*.txt")))
-            text = dump_order([(call.plan.direction, each) for call, each in zip(calls, steps, strict=True)])
+            graphs = [(call.plan.direction, each) for call, each in zip(calls, steps, strict=True)]
+            text = dump_order(graphs, peak_of(Memory.of(calls, steps)))
             (self.path / f"order{number}.txt").write_text(text, encoding="ascii")
 
     def stages_of(self, direction: str) -> GraphDumps:

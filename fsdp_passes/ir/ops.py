@@ -108,7 +108,7 @@ _library.define("gather(Tensor shard, int world_size, ScalarType dtype, *, bool 
 _library.define("wait(Tensor(a) buffer) -> Tensor(a)")
 _library.define("release(Tensor buffer) -> ()")
 _library.define("accumulate(Tensor full_grad, Tensor shard, int[]? pieces) -> ()")
-_library.define("reduce(Tensor shard) -> ()")
+_library.define("reduce(Tensor shard, int world_size, ScalarType dtype) -> ()")
 _library.define("grad_slice(Tensor shard, int piece, int[] shape, ScalarType dtype, *, bool separate=False) -> Tensor")
 _library.define("grad_write(Tensor(a!) slice, Tensor grad) -> ()")
 _library.define("grad_mm(Tensor(a!) slice, Tensor a, Tensor b, *, bool first=False) -> ()")
@@ -171,7 +171,7 @@ def _fake_accumulate(full_grad: Tensor, shard: Tensor, pieces: Sequence[int] | N
 
 
 @torch.library.register_fake(f"{NAMESPACE}::reduce", lib=_library)
-def _fake_reduce(shard: Tensor) -> None:
+def _fake_reduce(shard: Tensor, world_size: int, dtype: torch.dtype) -> None:
     return None
 
 

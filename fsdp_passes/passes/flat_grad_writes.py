@@ -11,7 +11,7 @@ from fsdp_passes.ir.alias import changing, source
 from fsdp_passes.ir.nodes import call, is_fresh_zeros, operand, operands
 from fsdp_passes.ir.ops import GRAD_MM, GRAD_SLICE, GRAD_WRITE
 from fsdp_passes.ir.passes import Declined, Pass
-from fsdp_passes.passes.lower_reduce_grad import decline, find_reductions, reduce_after
+from fsdp_passes.passes.lower_reduce_grad import decline, find_reductions, reduce_after, reduce_dtype
 
 aten = torch.ops.aten
 _CAT = aten.cat.default
@@ -31,8 +31,8 @@ class FlatGradWrites(Pass):
     """Write each gradient into its slice of the flat sum of gradients, as soon as it is computed.
 
     before   m = mm(t, x); v = reshape(m, [64]); c = cat([v, zeros, b]); r = reduce_grad(c, s, 2); return r
-    after    m = mm(t, x); grad_write(grad_slice(s, 0, [8, 8]), m); grad_write(grad_slice(s, 2, [16]), b); reduce(s)
-             return None
+    after    m = mm(t, x); grad_write(grad_slice(s, 0, [8, 8]), m); grad_write(grad_slice(s, 2, [16]), b)
+             reduce(s, 2, f32); return None
 
     Whether a write copies or adds, and whether the reduction communicates, is decided when the graph runs. A piece that
     autograd filled with zeros has no gradient, and is not written.
@@ -65,8 +65,7 @@ class FlatGradWrites(Pass):
     def _write(self, reduction: fx.Node, number: int, chain: list[fx.Node], changing_memory: set[fx.Node]) -> fx.Node:
         """Write piece `number` of the cat that `reduction` reduces where it is computed: `chain` leads back there."""
         graph, cat, shard = reduction.graph, operand(reduction), operand(reduction, 1)
-        dtype = reduction.kwargs.get("reduce_dtype") or shard.meta["val"].dtype
-        assert isinstance(dtype, torch.dtype)
+        dtype = reduce_dtype(reduction)
         settled = not any(source(node) in changing_memory for node in chain)
         gradient = chain[-1] if settled else chain[0]  # only in the cat's place it is sure to be what the cat saw
         shape, options = list(gradient.meta["val"].shape), {"separate": True} if self.separate else {}

@@ -27,7 +27,7 @@ class LowerReduceGrad(Pass):
     """Add each gradient to its group's flat buffer, whose reduction is then issued.
 
     before   c = cat([g1, zeros]); r = reduce_grad(c, shard, 2); return r
-    after    c = cat([g1, zeros]); accumulate(c, shard, [0]); reduce(shard); return None
+    after    c = cat([g1, zeros]); accumulate(c, shard, [0]); reduce(shard, 2, f32); return None
 
     The list names the pieces of the flat group that have a gradient here; a piece that autograd filled with
     zeros has none. Whether the reduction communicates is decided when the graph runs (no_sync).
@@ -77,11 +77,18 @@ def find_pieces(full_grad: fx.Node) -> list[int] | None:
     return [i for i, piece in enumerate(operands(full_grad)) if not is_fresh_zeros(piece)]
 
 
+def reduce_dtype(reduction: fx.Node) -> torch.dtype:
+    """That of the sum of gradients."""
+    dtype = reduction.kwargs.get("reduce_dtype") or operand(reduction, 1).meta["val"].dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def reduce_after(node: fx.Node, reduction: fx.Node) -> None:
     """Issue after `node` what `reduction`, a reduce_grad, asked for; its shard's gradient no longer is a result."""
     graph = reduction.graph
     with graph.inserting_before(node.next):
-        call(graph, REDUCE, operand(reduction, 1))
+        call(graph, REDUCE, operand(reduction, 1), reduction.args[2], reduce_dtype(reduction))
     set_results(graph, [None if result is reduction else result for result in results(graph)])
     erase_unused(reduction)
 

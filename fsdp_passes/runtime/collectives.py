@@ -6,6 +6,7 @@ gloo and NCCL both run these; a buffer must not be written between issue and wai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_passes._compat import group_timeout, known_groups
+from fsdp_passes.runtime.streams import Stream
 
 T = TypeVar("T")
 
@@ -54,21 +56,26 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return made
 
 
-def issue_all_gather(full: Tensor, piece: Tensor, group: dist.ProcessGroup) -> dist.Work | Done:
-    """Fill `full` (world_size x piece elements, same dtype) with every rank's `piece`."""
+def issue_all_gather(
+    full: Tensor, piece: Tensor, group: dist.ProcessGroup, stream: Stream | None = None
+) -> dist.Work | Done:
+    """Fill `full` (world_size x piece elements, same dtype) with every rank's `piece`, on `stream` (None: current)."""
     if group.size() == 1:
         full.copy_(piece)
         return Done()
-    return _all_gather(wire_view(full), wire_view(piece), group=group, async_op=True)
+    with nullcontext() if stream is None else stream.current():
+        return _all_gather(wire_view(full), wire_view(piece), group=group, async_op=True)
 
 
-def issue_reduce_scatter(full: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work | Done]:
+def issue_reduce_scatter(full: Tensor, group: dist.ProcessGroup, stream: Stream) -> tuple[Tensor, dist.Work | Done]:
     """Sum `full` over ranks, in place: returns this rank's 1/world_size of it, where its piece of the sum will be."""
     piece = full.chunk(group.size())[group.rank()]
     if group.size() == 1:
         return piece, Done()
     received, sent = (torch.view_as_real(each).view(-1) if each.is_complex() else each for each in (piece, full))
-    return piece, _reduce_scatter(received, sent, group=group, async_op=True)
+    stream.follow_compute()
+    with stream.current():
+        return piece, _reduce_scatter(received, sent, group=group, async_op=True)
 
 
 def any_rank(flags: Sequence[bool], device: torch.device, group: dist.ProcessGroup) -> list[bool]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_passes._compat import profiler_span
 from fsdp_passes.ir.ops import is_shard, owner_of
 from fsdp_passes.runtime.timeline import GraphCall, Scheduler, Timeline, Turn
-from fsdp_passes.schedule.plan import Accumulate, Gather, GradSlice, Plan, Reduce, Release, Run, Wait, WaitReduce
+from fsdp_passes.schedule.plan import Accumulate, Event, Gather, GradSlice, Plan, Reduce, Release, Run, Wait, WaitReduce
 from fsdp_passes.sharding.grad_buffer import GradSlot, prepare
 from fsdp_passes.sharding.group import FlatGroup
 
@@ -79,8 +79,8 @@ class Executor:
         slots: dict[str, GradSlot] = {}
         for step in turn.steps:
             match step:
-                case Gather():
-                    turn.issue(step)
+                case Event() | Gather() | WaitReduce():
+                    turn.do(step)
                 case Wait():
                     values[step.buffer] = turn.wait(step.buffer)
                 case Run():
@@ -95,8 +95,6 @@ class Executor:
                     _accumulate(step, values)
                 case Reduce():
                     _reduce(step, values)
-                case WaitReduce():
-                    turn.wait_reduce(step)
 
     def _announce(self, groups: Collection[FlatGroup], values: dict[str, Any]) -> None:
         """Tell the models what is about to run, and have the regions ready."""

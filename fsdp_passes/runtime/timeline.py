@@ -24,7 +24,7 @@ from fsdp_passes._compat import queue_backward_callback, running_backward, warn_
 from fsdp_passes.ir.ops import unit_names
 from fsdp_passes.runtime.arena import Arena
 from fsdp_passes.runtime.collectives import Done
-from fsdp_passes.schedule.plan import Call, Gather, Owner, Plan, Step, WaitReduce, bytes_of_slots
+from fsdp_passes.schedule.plan import Call, Event, Gather, Owner, Plan, Step, WaitReduce, bytes_of_slots
 from fsdp_passes.sharding.group import FlatGroup
 from fsdp_passes.sharding.model import ShardedModel
 from fsdp_passes.sharding.poison import poison
@@ -58,7 +58,7 @@ class GraphCall:
         return self.in_flight, *bound
 
 
-class _Order:
+class Order:
     """What each of `calls` does, if calls like them run one after another: known once they are expected again."""
 
     def __init__(self, calls: Sequence[GraphCall]) -> None:
@@ -66,12 +66,12 @@ class _Order:
         self._others: dict[tuple[int, int], tuple[Plan, tuple[Step, ...]]] = {}  # a plan that lives keeps its id
 
     @cached_property
-    def _steps(self) -> Sequence[tuple[Step, ...]]:
+    def steps(self) -> Sequence[tuple[Step, ...]]:
         return self._scheduled(self.calls)
 
     @cached_property
     def nbytes(self) -> int:
-        return bytes_of_slots(step for steps in self._steps for step in steps)
+        return bytes_of_slots(step for steps in self.steps for step in steps)
 
     def goes_on_with(self, calls: Sequence[GraphCall]) -> bool:
         """Whether the last of `calls` is like the one that is expected after those before it."""
@@ -81,7 +81,7 @@ class _Order:
     def steps_of(self, number: int, call: GraphCall) -> tuple[Step, ...]:
         """Those of `call`, which is like call `number`, though perhaps of another graph."""
         if call.plan is self.calls[number].plan:
-            return self._steps[number]
+            return self.steps[number]
         this = number, id(call.plan)
         if this not in self._others:
             calls = [*self.calls[:number], call, *self.calls[number + 1 :]]
@@ -89,13 +89,17 @@ class _Order:
         return self._others[this][1]
 
     def _scheduled(self, calls: Sequence[GraphCall]) -> Sequence[tuple[Step, ...]]:
-        groups = list({id(group): group for call in calls for group in call.groups.values()}.values())
-        owners: dict[int, Owner] = {
-            id(group): (unit, group.model.groups.index(group))
-            for group, unit in zip(groups, unit_names(groups), strict=True)
-        }
-        bound = [Call(call.plan, {shard: owners[id(each)] for shard, each in call.groups.items()}) for call in calls]
-        return calls[0].schedule(bound, calls[0].in_flight)
+        return calls[0].schedule(with_owners(calls), calls[0].in_flight)
+
+
+def with_owners(calls: Sequence[GraphCall]) -> list[Call]:
+    """The calls, as schedules see them."""
+    groups = list({id(group): group for call in calls for group in call.groups.values()}.values())
+    owners: dict[int, Owner] = {
+        id(group): (unit, group.model.groups.index(group))
+        for group, unit in zip(groups, unit_names(groups), strict=True)
+    }
+    return [Call(call.plan, {shard: owners[id(each)] for shard, each in call.groups.items()}) for call in calls]
 
 
 @dataclass(frozen=True)
@@ -117,18 +121,21 @@ class Turn:
     number: int
     steps: tuple[Step, ...]
 
-    def issue(self, step: Gather) -> None:
-        self.timeline.issue(self.number, step)
+    def do(self, step: Event | Gather | WaitReduce) -> None:
+        match step:
+            case Event():
+                self.timeline.order_gathers(self.number)
+            case Gather():
+                self.timeline.issue(self.number, step)
+            case WaitReduce():
+                call = self.timeline.call(self.number - step.ago, now=self.number)
+                call.groups[step.shard].gradients.finish_reduce()
 
     def wait(self, buffer: str) -> Tensor:
         return self.timeline.wait(self.number, buffer)
 
     def release(self, buffer: str, poisons: bool) -> None:
         self.timeline.release(self.number, buffer, poisons)
-
-    def wait_reduce(self, step: WaitReduce) -> None:
-        call = self.timeline.call(self.number - step.ago, now=self.number)
-        call.groups[step.shard].gradients.finish_reduce()
 
 
 @dataclass
@@ -137,8 +144,8 @@ class Timeline:
 
     arena: Arena = field(default_factory=Arena)
     _calls: list[GraphCall] = field(default_factory=list)  # of the round that is under way
-    _expected: _Order | None = None
-    _known: dict[tuple[object, ...], _Order] = field(default_factory=dict)  # by the first call
+    _expected: Order | None = None
+    _known: dict[tuple[object, ...], Order] = field(default_factory=dict)  # by the first call
     _live: dict[tuple[int, int], _Gathered] = field(default_factory=dict)  # by number of the call, and of the buffer
 
     @classmethod
@@ -149,6 +156,11 @@ class Timeline:
         if model is not None:
             model.timeline = timeline
         return timeline
+
+    @property
+    def orders(self) -> tuple[Order, ...]:
+        """Those that are known."""
+        return tuple(self._known.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Timeline:
         """A copy of the model has a memory, and an order, of its own."""
@@ -171,10 +183,10 @@ class Timeline:
         if self._expected is not None and not self._expected.goes_on_with(self._calls):
             self._leave_order(self._expected)
         number, order = len(self._calls) - 1, self._expected
-        self.arena.reserve(order.nbytes if order else call.plan.arena_bytes, call.model.device)
+        self.arena.reserve(order.nbytes if order else call.plan.peak.arena, call.model.device)
         return Turn(self, number, order.steps_of(number, call) if order else call.plan.steps)
 
-    def _leave_order(self, order: _Order) -> None:
+    def _leave_order(self, order: Order) -> None:
         """Another graph runs than was expected, perhaps because the round is longer: then nothing is left undone."""
         if len(self._calls) <= len(order.calls):
             warn_once(log, "fsdp_opt: graphs run in another order than before; each gathers for itself for now")
@@ -191,7 +203,7 @@ class Timeline:
         as_expected = expected is not None  # perhaps it stopped early, as a forward without backward does
         if calls and not as_expected and len({call.in_flight for call in calls}) == 1:
             self._known.pop(calls[0].key, None)
-            self._known[calls[0].key] = _Order(calls)
+            self._known[calls[0].key] = Order(calls)
         if len(self._known) > _MAX_ORDERS:
             del self._known[next(iter(self._known))]
 
@@ -207,6 +219,12 @@ class Timeline:
     def call(self, number: int, now: int) -> GraphCall:
         """Call `number`, as steps of call `now` name its shards and buffers."""
         return self._calls[number] if self._expected is None or number == now else self._expected.calls[number]
+
+    def order_gathers(self, number: int) -> None:
+        """From now on they start once what was computed is over."""
+        model = self._calls[number].model
+        assert model is not None
+        model.streams.gather.follow_compute()
 
     def issue(self, number: int, step: Gather) -> None:
         call = self.call(number + step.ahead, now=number)
@@ -228,7 +246,7 @@ class Timeline:
         gathered.work.wait()
         group, full = gathered.group, gathered.full
         if gathered.version != group.version:  # edited between two graphs
-            group.issue_gather(full).wait()
+            group.gather_into(full)
         if not gathered.returned:
             self._live[key] = _Gathered(group, full, Done(), group.version, returned=False)
         return full

@@ -1,16 +1,15 @@
-"""What is gathered together, and what is gathered again."""
+"""What is gathered together, and what is gathered again: the uses of a unit as intervals."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from fsdp_passes.ir.alias import readers_of, source, views_of
-from fsdp_passes.ir.nodes import calls
-from fsdp_passes.ir.ops import COMMUNICATION, GATHER, RELEASE, UNSHARD, WAIT
+from fsdp_passes.ir.nodes import calls, operand
+from fsdp_passes.ir.ops import COMMUNICATION, GATHER, RELEASE, UNSHARD, WAIT, unit_of
 from fsdp_passes.ir.passes import Pass
-from fsdp_passes.schedule.lifetime import Interval, find_intervals
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,38 @@ class GatherOnDemand(Pass):
             for wait, own_readers in zip(waits, interval.readers.values(), strict=True):
                 if output not in own_readers:
                     _release(gm.graph, wait, next_stop[last])
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Uses of a unit in a graph with no use of another unit between them: one gather.
+
+    readers: of each unshard of the unit, the nodes that compute with it here, in order.
+    """
+
+    unit: str
+    readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+
+def find_intervals(graph: fx.Graph) -> list[Interval]:
+    """The intervals of all units, in the order of their first uses. What the graph returns has one of its own."""
+    reads: dict[fx.Node, list[fx.Node]] = {}
+    for unshard in calls(graph, UNSHARD):
+        for reader in readers_of(unshard):
+            reads.setdefault(reader, []).append(unshard)
+    returned = set(reads.get(graph.output_node(), ()))
+    open_: dict[tuple[str, bool], Interval] = {}  # by unit, and whether it is returned
+    found: list[Interval] = []
+    for node in (node for node in graph.nodes if node in reads):
+        used = [(unit_of(operand(unshard)), unshard in returned) for unshard in reads[node]]
+        units = {unit for unit, _ in used}
+        open_ = {key: interval for key, interval in open_.items() if key[0] in units or key[1]}
+        for key, unshard in zip(used, reads[node], strict=True):
+            if key not in open_:
+                found.append(Interval(key[0]))
+                open_[key] = found[-1]
+            open_[key].readers.setdefault(unshard, []).append(node)
+    return found
 
 
 def _merge_equal(graph: fx.Graph) -> None:

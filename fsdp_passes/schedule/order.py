@@ -8,6 +8,9 @@ A unit that is not resharded after forward is kept until its next use, wherever 
 only. What a graph returns does not count.
 
 A reduction is waited for before the one that is issued `in_flight` reductions later, or at the end.
+
+An event stands before gathers, unless nothing was computed or released since the last: they read shards, which may have
+been edited before the graph, and take memory that was used.
 """
 
 from __future__ import annotations
@@ -20,8 +23,22 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fsdp_passes.schedule.arena import place
-from fsdp_passes.schedule.lifetime import Lifetime
-from fsdp_passes.schedule.plan import Call, Gather, Owner, Plan, Reduce, Release, Step, Wait, WaitReduce
+from fsdp_passes.schedule.lifetime import Lifetime, Memory
+from fsdp_passes.schedule.live_bytes import peak_of
+from fsdp_passes.schedule.plan import (
+    Accumulate,
+    Call,
+    Event,
+    Gather,
+    Owner,
+    Plan,
+    Reduce,
+    Release,
+    Run,
+    Step,
+    Wait,
+    WaitReduce,
+)
 
 
 def schedule(calls: Sequence[Call], in_flight: int | None) -> tuple[tuple[Step, ...], ...]:
@@ -38,13 +55,27 @@ def schedule(calls: Sequence[Call], in_flight: int | None) -> tuple[tuple[Step, 
     steps_of: list[list[Step]] = [[] for _ in calls]
     for position, (number, fixed) in enumerate(line.steps):
         steps_of[number] += before[position] + ([] if fixed is None else [fixed])
-    return tuple(map(tuple, steps_of))
+    return tuple(map(_with_events, steps_of))
+
+
+def _with_events(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """The steps of one graph, with an event before gathers if anything was computed or released since the last."""
+    done: list[Step] = []
+    ordered = False
+    for step in steps:
+        if isinstance(step, Gather) and step.kept_from is None and not ordered:
+            done.append(Event())
+            ordered = True
+        ordered = ordered and not isinstance(step, Run | Accumulate | Release)
+        done.append(step)
+    return tuple(done)
 
 
 def scheduled(plan: Plan, in_flight: int | None) -> Plan:
     """`plan` as it runs by itself; ValueError as `schedule`."""
-    (steps,) = schedule([Call.alone(plan)], in_flight)
-    return replace(plan, steps=steps)
+    call = Call.alone(plan)
+    (steps,) = schedule([call], in_flight)
+    return replace(plan, steps=steps, peak=peak_of(Memory.of([call], [steps])))
 
 
 _Part = tuple[int, torch.dtype]  # which flat group of a unit, gathered in that dtype
@@ -101,7 +132,7 @@ class _Line:
                 case Gather(kept_from=str(buffer)) | Release(buffer):
                     use_of[buffer].released.add(buffer)
                     use_of[buffer].end = len(self.steps)
-                case Gather() | WaitReduce():
+                case Event() | Gather() | WaitReduce():
                     pass
                 case Wait():
                     gather = gathers[step.buffer]

@@ -1,5 +1,6 @@
 """What a compiled graph does, step by step: frozen, printable, and all that the runtime knows.
 
+    event    gathers after compute                     gathers from here on start once what was computed is over
     issue    full: bf16[4096] = gather(primals_2) of "up" at 512
                                                        start filling the arena from byte 512 on, from a shard
     wait     full                                      from here on it may be read
@@ -8,7 +9,7 @@
              slice = grad_slice(primals_2, 0)          where the gradient of piece 0 is added up; the next run writes
                                                        it: copies if no piece that it writes has a gradient, else adds
              accumulate(cat, primals_2, [0, 1])        add to the shard's flat gradient: these pieces have one
-    issue    reduce(primals_2)                         reduce-scatter it, if this backward synchronises:
+    issue    reduce(primals_2, f32[4096])              reduce-scatter it, if this backward synchronises:
                                                        here, or at its end if another graph adds to it
     wait     reduce(primals_2)                         the memory of its unreduced gradient is free
 
@@ -17,12 +18,18 @@ A backward that synchronises ends with one all-reduce of a byte a parameter: whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import fx
+
+
+@dataclass(frozen=True)
+class Event:
+    """Gathers from here on start once what was computed before is over."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,10 @@ class GradSlice:
     dtype: torch.dtype
     separate: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Accumulate:
@@ -96,7 +107,15 @@ class Accumulate:
 
 @dataclass(frozen=True)
 class Reduce:
+    """Starts once what was computed before is over: `full_elems` of the reduce dtype."""
+
     shard: str
+    dtype: torch.dtype
+    full_elems: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.full_elems * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -107,8 +126,28 @@ class WaitReduce:
     ago: int = 0
 
 
-Step = Gather | Wait | Run | Release | GradSlice | Accumulate | Reduce | WaitReduce
+Step = Event | Gather | Wait | Run | Release | GradSlice | Accumulate | Reduce | WaitReduce
 Output = str | int | float | bool | None  # a str is a value's name
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that steps own at once, for communication; the sum of gradients is not kept from before.
+
+    arena: one allocation, for gathered buffers; stay: of it, what stays gathered outside of the bound, at its most.
+    Beside it, where these together are most: returned: gathered buffers that are results; written: sums of gradients
+    that are still being written; reduced: those that are complete, and under way.
+    """
+
+    arena: int = 0
+    stay: int = 0
+    returned: int = 0
+    written: int = 0
+    reduced: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena + self.returned + self.written + self.reduced
 
 
 @dataclass(frozen=True)
@@ -121,6 +160,12 @@ class Plan:
     outputs: tuple[Output, ...]
     regions: tuple[fx.GraphModule, ...]
     trains: bool = False  # a forward whose backward is to come
+    peak: Peak = Peak()
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the plan owns at most, if the graph runs alone: `peak` has its parts."""
+        return self.peak.nbytes
 
     @property
     def gathers(self) -> tuple[Gather, ...]:
@@ -160,10 +205,6 @@ class Plan:
         return *found, (None, ("release", *sorted(freed)))
 
     @property
-    def arena_bytes(self) -> int:
-        return bytes_of_slots(self.steps)
-
-    @property
     def reductions(self) -> tuple[Reduce, ...]:
         return tuple(step for step in self.steps if isinstance(step, Reduce))
 
@@ -177,7 +218,7 @@ Owner = tuple[str, int]  # a unit, and which of its flat groups
 
 @dataclass(frozen=True)
 class Call:
-    """One run of `plan`. `owners`: to whom each shard belongs that it gathers."""
+    """One run of `plan`. `owners`: to whom each shard belongs."""
 
     plan: Plan
     owners: Mapping[str, Owner]
@@ -189,6 +230,8 @@ class Call:
         for each in (step for step in plan.steps if isinstance(step, Gather)):
             num_others = sum(unit == each.unit for unit, _ in owners.values())
             owners.setdefault(each.shard, (each.unit, num_others))
+        for step in plan.reductions:
+            owners.setdefault(step.shard, (step.shard, 0))
         return cls(plan, owners)
 
 
@@ -201,6 +244,8 @@ def bytes_of_slots(steps: Iterable[Step]) -> int:
 def reads(step: Step) -> tuple[str, ...]:
     """Names that `step` looks up."""
     match step:
+        case Event():
+            return ()
         case Gather() | GradSlice() | Reduce() | WaitReduce():
             return (step.shard,)
         case Wait() | Release():
@@ -209,6 +254,11 @@ def reads(step: Step) -> tuple[str, ...]:
             return step.inputs
         case Accumulate():
             return (step.full_grad, step.shard)
+
+
+def drops(step: Step) -> tuple[str, ...]:
+    """Values that are not needed after `step`."""
+    return step.drops if isinstance(step, Run | Accumulate) else ()
 
 
 def with_drops(steps: Sequence[Step], outputs: Sequence[Output], kept: set[str]) -> tuple[Step, ...]:

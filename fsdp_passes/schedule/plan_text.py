@@ -1,11 +1,13 @@
 """The text of a plan: one line a step, then the graph of each region. `load_plan(dump_plan(plan))` is the plan.
 
     plan fwd trains (primals_1, primals_2, _)
-       0 issue   full: bf16[128] = gather(primals_1) of "embed" at 0
-       1 wait    full
-       2 run     embedding = region_0(primals_2, full) drop (primals_2)
-       3 release full
-       4         return (embedding)
+    peak 256 B: arena 256, stay 0, returned 0, written 0, reduced 0
+       0 event   gathers after compute
+       1 issue   full: bf16[128] = gather(primals_1) of "embed" at 0
+       2 wait    full
+       3 run     embedding = region_0(primals_2, full) drop (primals_2)
+       4 release full
+       5         return (embedding)
 
     region_0:
        0         primals_2: i64[2,3] = input()
@@ -20,15 +22,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, fields
 
 from fsdp_passes._compat import dtype_names
 from fsdp_passes.ir.arguments import quote
 from fsdp_passes.ir.text import dump, load
 from fsdp_passes.schedule.plan import (
     Accumulate,
+    Event,
     Gather,
     GradSlice,
     Output,
+    Peak,
     Plan,
     Reduce,
     Release,
@@ -36,26 +41,31 @@ from fsdp_passes.schedule.plan import (
     Step,
     Wait,
     WaitReduce,
-    bytes_of_slots,
 )
 
 _NAME_OF = dtype_names()
 _DTYPES = {name: dtype for dtype, name in _NAME_OF.items()}
 _HEAD = re.compile(r"plan (fwd|bwd)( trains)? \((.*)\)")
+_PEAK = re.compile("peak \\d+ B: " + ", ".join(rf"{each.name} (\d+)" for each in fields(Peak)))
 _REGION = re.compile(r"^region_\d+:\n", re.MULTILINE)
 
 
 def dump_plan(plan: Plan) -> str:
     head = f"plan {plan.direction}{' trains' if plan.trains else ''} {_names(name or '_' for name in plan.inputs)}"
     results = "", f"return {_names('None' if out is None else str(out) for out in plan.outputs)}"
-    lines = [head, *_numbered([*map(_step_text, plan.steps), results])]
+    lines = [head, _peak_text(plan.peak), *_numbered([*map(_step_text, plan.steps), results])]
     regions = [f"\nregion_{number}:\n{dump(region)}" for number, region in enumerate(plan.regions)]
     return "\n".join(line.rstrip() for line in lines) + "\n" + "".join(regions)
 
 
-def dump_order(calls: Sequence[tuple[str, Sequence[Step]]]) -> str:
+def _peak_text(peak: Peak) -> str:
+    parts = ", ".join(f"{name} {nbytes}" for name, nbytes in asdict(peak).items())
+    return f"peak {peak.nbytes} B: {parts}"
+
+
+def dump_order(calls: Sequence[tuple[str, Sequence[Step]]], peak: Peak) -> str:
     """The text of graphs that run one after another: of each its direction, and its steps then. For readers only."""
-    lines = [f"order of {len(calls)} graphs, whose buffers take {bytes_of_slots(s for _, c in calls for s in c):,} B"]
+    lines = [f"order of {len(calls)} graphs", _peak_text(peak)]
     for number, (direction, steps) in enumerate(calls):
         lines += ["", f"graph {number}: {direction}", *_numbered(map(_step_text, steps))]
     return "\n".join(line.rstrip() for line in lines) + "\n"
@@ -77,6 +87,8 @@ def _names(names: Iterable[str]) -> str:
 def _step_text(step: Step) -> tuple[str, str]:
     """Lane and line of a step."""
     match step:
+        case Event():
+            return "event", "gathers after compute"
         case Gather():
             lane = "issue" if step.kept_from is None else ""  # nothing is sent
             return lane, f"{step.buffer}: {_NAME_OF[step.dtype]}[{step.full_elems}] = {_gather_text(step)}"
@@ -95,7 +107,7 @@ def _step_text(step: Step) -> tuple[str, str]:
             pieces = None if step.pieces is None else list(step.pieces)
             return "", f"accumulate({step.full_grad}, {step.shard}, {pieces}){_drop(step.drops)}"
         case Reduce():
-            return "issue", f"reduce({step.shard})"
+            return "issue", f"reduce({step.shard}, {_NAME_OF[step.dtype]}[{step.full_elems}])"
         case WaitReduce():
             return "wait", f"reduce({step.shard}){_graphs(step.ago, 'ago')}"
 
@@ -122,7 +134,8 @@ def load_plan(text: str) -> Plan:
     found = _HEAD.fullmatch(head)
     if found is None:
         raise SyntaxError(f"expected 'plan fwd|bwd [trains] (inputs)', got {head!r}")
-    *steps, end = lines or [""]
+    peak = _PEAK.fullmatch(lines[0]) if lines else None  # perhaps written by hand, without
+    *steps, end = lines[1 if peak else 0 :] or [""]
     outputs = re.fullmatch(r"\s*\d+\s+return \((.*)\)", end)
     if outputs is None:
         raise SyntaxError(f"expected 'return (...)' at the end, got {end!r}")
@@ -133,6 +146,7 @@ def load_plan(text: str) -> Plan:
         outputs=tuple(_read_output(name) for name in _split(outputs[1])),
         regions=tuple(load(graph) for graph in graphs),
         trains=found[2] is not None,
+        peak=Peak(*map(int, peak.groups())) if peak else Peak(),
     )
     for step in plan.steps:
         if isinstance(step, Run) and step.region >= len(graphs):
@@ -163,6 +177,7 @@ def _ints(text: str) -> tuple[int, ...]:
 
 
 _STEPS: tuple[tuple[str, Callable[[re.Match[str]], Step]], ...] = (
+    (r"event +gathers after compute", lambda m: Event()),
     (
         rf"(?:issue +)?(\w+): ({'|'.join(_DTYPES)})\[(\d+)\] = gather\((\w+)\) of (\".*\")(?: at (\d+))?(, stays)?"
         r"(?:, kept from (\w+))?(?:, graphs ahead: (\d+))?",
@@ -192,7 +207,10 @@ _STEPS: tuple[tuple[str, Callable[[re.Match[str]], Step]], ...] = (
         r"accumulate\((\w+), (\w+), (None|\[[\d, ]*\])\)(?: drop \((.*)\))?",
         lambda m: Accumulate(m[1], m[2], _pieces(m[3]), _split(m[4])),
     ),
-    (r"issue +reduce\((\w+)\)", lambda m: Reduce(m[1])),
+    (
+        rf"issue +reduce\((\w+), ({'|'.join(_DTYPES)})\[(\d+)\]\)",
+        lambda m: Reduce(m[1], _DTYPES[m[2]], int(m[3])),
+    ),
     (r"wait +reduce\((\w+)\)(?:, graphs ago: (\d+))?", lambda m: WaitReduce(m[1], int(m[2] or 0))),
 )
 

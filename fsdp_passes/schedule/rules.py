@@ -3,98 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from fsdp_passes.ir.verify import VerifyError, lines_around
-from fsdp_passes.schedule.plan import Call, Gather, Owner, Reduce, Release, Run, Step, Wait, WaitReduce
+from fsdp_passes.schedule.lifetime import BrokenSchedule, Life, Memory
+from fsdp_passes.schedule.plan import Call, Gather, Step
 from fsdp_passes.schedule.plan_text import step_line
+from fsdp_passes.schedule.streams import accesses_are_ordered
 
 
-class BrokenSchedule(Exception):
-    """A rule does not hold at step number `position` of all calls together."""
-
-    def __init__(self, position: int, what: str) -> None:
-        super().__init__(what)
-        self.position = position
+def steps_name_what_is_there(calls: Sequence[Call], steps: Sequence[Sequence[Step]]) -> Memory:
+    """A buffer is gathered, and a reduction issued, before any other step names it."""
+    return Memory.of(calls, steps)
 
 
-@dataclass
-class Life:
-    """One gathered buffer: where it is issued, or taken over, waited for, read, and released, or handed on."""
-
-    gather: Gather
-    owner: Owner
-    issue: int
-    waits: list[int] = field(default_factory=list)
-    reads: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-
-    @property
-    def returned(self) -> bool:
-        return self.gather.offset is None
-
-    def is_live(self, position: int) -> bool:
-        return self.issue <= position and not (self.ends and self.ends[0] <= position)
-
-    def counts_at(self, position: int) -> bool:
-        """Whether it takes a place while it is live: one that stays only until it is waited for, if it was not kept."""
-        new = self.gather.kept_from is None and not (self.waits and self.waits[0] <= position)
-        return self.gather.reshard or new
-
-
-@dataclass
-class Scheduled:
-    """Steps of calls that run one after another, and the buffers in them, in the order of their issue."""
-
-    bound: float
-    steps: list[tuple[int, Step]] = field(default_factory=list)
-    lives: list[Life] = field(default_factory=list)
-    _known: dict[tuple[int, str], Life] = field(default_factory=dict)
-
-    def life(self, call: int, buffer: str) -> Life:
-        if (call, buffer) not in self._known:
-            raise BrokenSchedule(len(self.steps), f"{buffer} is not gathered before")
-        return self._known[call, buffer]
-
-    def add(self, call: int, step: Step, calls: Sequence[Call]) -> None:
-        position = len(self.steps)
-        match step:
-            case Gather():
-                if step.kept_from is not None:
-                    self.life(call, step.kept_from).ends.append(position)
-                used_by = call + step.ahead
-                self.lives.append(Life(step, calls[used_by].owners[step.shard], position))
-                self._known[used_by, step.buffer] = self.lives[-1]
-            case Wait():
-                self.life(call, step.buffer).waits.append(position)
-            case Run():
-                for life in filter(None, (self._known.get((call, name)) for name in step.inputs)):
-                    life.reads.append(position)
-            case Release():
-                self.life(call, step.buffer).ends.append(position)
-        self.steps.append((call, step))
-
-    def issues(self) -> Iterator[tuple[Life, list[Life]]]:
-        """Each buffer that no graph returns, and all of them that are live when it is issued, itself included."""
-        live: list[Life] = []
-        for life in (life for life in self.lives if not life.returned):
-            live = [*(other for other in live if other.is_live(life.issue)), life]
-            yield life, live
-
-
-def gathers_come_first(calls: Sequence[Call], steps: Sequence[Sequence[Step]], in_flight: int | None) -> Scheduled:
-    """A buffer is gathered before any other step names it."""
-    found = Scheduled(math.inf if in_flight is None else in_flight)
-    for call, own_steps in enumerate(steps):
-        for step in own_steps:
-            found.add(call, step, calls)
-    return found
-
-
-def buffers_are_waited_for_once(found: Scheduled) -> None:
+def buffers_are_waited_for_once(memory: Memory) -> None:
     """A buffer is waited for once, before it is read, released, or handed on."""
-    for life in found.lives:
+    for life in memory.lives:
         if len(life.waits) != 1:
             raise BrokenSchedule(life.issue, f"{life.gather.buffer} has {len(life.waits)} waits, expected 1")
         for other in (*life.reads, *life.ends):
@@ -102,9 +27,9 @@ def buffers_are_waited_for_once(found: Scheduled) -> None:
                 raise BrokenSchedule(other, f"{life.gather.buffer} is used before its wait")
 
 
-def buffers_are_let_go_once(found: Scheduled) -> None:
+def buffers_are_let_go_once(memory: Memory) -> None:
     """A buffer is released or handed on once, after it was last read; never if its graph returns it."""
-    for life in found.lives:
+    for life in memory.lives:
         expected = 0 if life.returned else 1
         if len(life.ends) != expected:
             what = f"{life.gather.buffer} is released or handed on {len(life.ends)} times, expected {expected}"
@@ -114,10 +39,10 @@ def buffers_are_let_go_once(found: Scheduled) -> None:
             raise BrokenSchedule(late[0], f"{life.gather.buffer} is read after it was let go")
 
 
-def what_is_kept_is_what_was_there(found: Scheduled) -> None:
+def what_is_kept_is_what_was_there(memory: Memory) -> None:
     """A buffer that is kept has the place, and holds the values, of the one that it is kept from."""
-    ended = {life.ends[0]: life for life in found.lives if len(life.ends) == 1}
-    for life in found.lives:
+    ended = {life.ends[0]: life for life in memory.lives if len(life.ends) == 1}
+    for life in memory.lives:
         if life.gather.kept_from is not None:
             before = ended[life.issue]
             one, other = ((each.owner, each.gather.dtype, each.gather.offset) for each in (life, before))
@@ -125,17 +50,25 @@ def what_is_kept_is_what_was_there(found: Scheduled) -> None:
                 raise BrokenSchedule(life.issue, f"{life.gather.buffer} is not {before.gather.buffer}")
 
 
-def no_more_units_are_live_than_the_bound(found: Scheduled) -> None:
-    """From issue to release at most `in_flight` units are live; one that stays counts until it is waited for."""
-    for life, live in found.issues():
+def no_more_units_are_live_than_the_bound(memory: Memory, bound: float) -> None:
+    """From issue to release at most `in_flight` units are live; one that stays counts until it is waited for.
+
+    What is released after the event of a gather is live when that gather starts.
+    """
+    live: list[Life] = []
+    for life in (life for life in memory.lives if not life.returned):
+        live.append(life)
+        if not life.sends:
+            continue  # it takes the place of the one that it is kept from
+        live = [other for other in live if not (other.ends and other.ends[0] <= life.after)]
         units = sorted({other.owner[0] for other in live if other.counts_at(life.issue)})
-        if len(units) > found.bound:
-            raise BrokenSchedule(life.issue, f"units {', '.join(units)} are live, expected at most {found.bound}")
+        if len(units) > bound:
+            raise BrokenSchedule(life.issue, f"units {', '.join(units)} are live, expected at most {bound}")
 
 
-def live_buffers_do_not_overlap(found: Scheduled) -> None:
+def live_buffers_do_not_overlap(memory: Memory) -> None:
     """Two buffers that are live at the same time have no byte in common."""
-    for life, live in found.issues():
+    for life, live in memory.issues():
         for other in live[:-1]:
             if _overlap(life.gather, other.gather):
                 raise BrokenSchedule(life.issue, f"{life.gather.buffer} overlaps {other.gather.buffer}, which is live")
@@ -147,31 +80,34 @@ def _overlap(one: Gather, other: Gather) -> bool:
     return one.offset < other.offset + other.nbytes and other.offset < one.offset + one.nbytes
 
 
-def reductions_are_waited_for_once(found: Scheduled) -> None:
-    """A reduction is waited for once, after its issue; at most `in_flight` of them are under way."""
-    under_way: list[tuple[int, str]] = []
-    issued: dict[tuple[int, str], int] = {}
-    for position, (call, step) in enumerate(found.steps):
-        if isinstance(step, Reduce):
-            under_way.append((call, step.shard))
-            issued[under_way[-1]] = position
-            if len(under_way) > found.bound:
-                raise BrokenSchedule(position, f"{len(under_way)} reductions are under way, expected {found.bound}")
-        elif isinstance(step, WaitReduce):
-            if (call - step.ago, step.shard) not in under_way:
-                raise BrokenSchedule(position, f"no reduction of {step.shard} is under way")
-            under_way.remove((call - step.ago, step.shard))
-    if under_way:
-        raise BrokenSchedule(issued[under_way[0]], f"the reduction of {under_way[0][1]} is not waited for")
+def sums_of_gradients_are_reduced_once(memory: Memory) -> None:
+    """What is written is reduced, and the reduction is waited for once, after its issue."""
+    for each in memory.sums:
+        if each.reduce is None:
+            raise BrokenSchedule(each.start, f"the gradient of {each.owner[0]} is not reduced")
+        if len(each.waits) != 1:
+            raise BrokenSchedule(each.issue, f"{each.reduce.shard} has {len(each.waits)} waits, expected 1")
 
 
-RULES: tuple[Callable[[Scheduled], None], ...] = (
+def no_more_reductions_are_under_way_than_the_bound(memory: Memory, bound: float) -> None:
+    """At most `in_flight` reductions are under way."""
+    for each in memory.sums:
+        under_way = sum(other.issue <= each.issue < other.waits[0] for other in memory.sums)
+        if under_way > bound:
+            raise BrokenSchedule(each.issue, f"{under_way} reductions are under way, expected {bound}")
+
+
+RULES: tuple[Callable[[Memory], None], ...] = (
     buffers_are_waited_for_once,
     buffers_are_let_go_once,
     what_is_kept_is_what_was_there,
-    no_more_units_are_live_than_the_bound,
     live_buffers_do_not_overlap,
-    reductions_are_waited_for_once,
+    sums_of_gradients_are_reduced_once,
+    accesses_are_ordered,
+)
+BOUNDS: tuple[Callable[[Memory, float], None], ...] = (
+    no_more_units_are_live_than_the_bound,
+    no_more_reductions_are_under_way_than_the_bound,
 )
 
 
@@ -179,11 +115,13 @@ def verify_schedule(calls: Sequence[Call], steps: Sequence[Sequence[Step]], in_f
     """Check what `calls` do at `level` (0 nothing); VerifyError shows the lines around the step that breaks a rule."""
     if level == 0:
         return
-    rule: Callable[..., object] = gathers_come_first
+    rule: Callable[..., object] = steps_name_what_is_there
     try:
-        found = gathers_come_first(calls, steps, in_flight)
+        memory = steps_name_what_is_there(calls, steps)
         for rule in RULES:
-            rule(found)
+            rule(memory)
+        for rule in BOUNDS:
+            rule(memory, math.inf if in_flight is None else in_flight)
     except BrokenSchedule as broken:
         raise VerifyError(_explain(steps, rule, broken)) from None
 

@@ -84,7 +84,7 @@ class GroupGradients:
         buffer = self.open()
         params = frozenset(i for i in self.group.trained if self.group.layout.pieces[i] in buffer.written)
         self.buffer, self.differentiated, full = None, False, buffer.take()
-        self._in_flight = _Reduction(*issue_reduce_scatter(full, self.group.reduce_group), params)
+        self._in_flight = _Reduction(*self._send(full), params)
 
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight, if there is one, and add it to what was reduced in this window."""
@@ -116,9 +116,12 @@ class GroupGradients:
     def reduce_now(self, full_grad: Tensor) -> Tensor:
         """Mean over ranks of this rank's piece of `full_grad`, in the shard's dtype; nothing is remembered."""
         full = full_grad.to(self.group.reduce_dtype, copy=True)  # the reduction works in place
-        piece, work = issue_reduce_scatter(full, self.group.reduce_group)
+        piece, work = self._send(full)
         work.wait()
         return self._mean(self._own(piece))
+
+    def _send(self, full: Tensor) -> tuple[Tensor, dist.Work | Done]:
+        return issue_reduce_scatter(full, self.group.reduce_group, self.group.model.streams.reduce)
 
     def _own(self, piece: Tensor) -> Tensor:
         """A part of a buffer as a tensor of its own, so that the buffer is free; the part of one rank is the whole."""

@@ -121,6 +121,7 @@ class FlatGroup:
             return self.shard.detach()
         if self._wire is None or self._wire[0] != self.version or self._wire[1].dtype != dtype:
             self._wire = (self.version, self.shard.detach().to(dtype))
+            self.model.streams.gather.follow_compute()
         return self._wire[1]
 
     def empty_full(self, dtype: torch.dtype) -> Tensor:
@@ -128,12 +129,20 @@ class FlatGroup:
             return torch.empty(self.layout.full_elems, dtype=dtype, device=self.shard.device)
 
     def issue_gather(self, full: Tensor) -> dist.Work | Done:
-        """Fill `full`, 1-D of `layout.full_elems` elements, which is readable after the returned work's wait."""
-        return issue_all_gather(full, self.wire_shard(full.dtype), self.process_group)
+        """Fill `full`, 1-D of `layout.full_elems` elements, which is readable after the returned work's wait.
+
+        The gather stream follows what wrote `full` and the shard already.
+        """
+        return issue_all_gather(full, self.wire_shard(full.dtype), self.process_group, self.model.streams.gather)
+
+    def gather_into(self, full: Tensor) -> None:
+        """Fill `full`, which is readable at once."""
+        self.model.streams.gather.follow_compute()
+        self.issue_gather(full).wait()
 
     def gather(self, dtype: torch.dtype) -> Tensor:
         full = self.empty_full(dtype)
-        self.issue_gather(full).wait()
+        self.gather_into(full)
         return full
 
     def reduce(self, full_grad: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsdp_passes._compat import mark_as_parameter, queue_backward_callback, running_backward
 from fsdp_passes.runtime.collectives import any_rank
+from fsdp_passes.runtime.streams import Streams
 from fsdp_passes.sharding.deferral import choose_deferred
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class ShardedModel:
 
     def __init__(self, device: torch.device, input_dtype: torch.dtype | None = None) -> None:
         self.device = device  # where values are, or belong while the shards are on the meta device
+        self.streams = Streams(device)
         self.input_dtype = input_dtype  # cast the root's floating inputs to it; None: leave them
         self.groups: list[FlatGroup] = []
         self.requires_sync = True

@@ -140,15 +140,17 @@ order0.txt""",
             got,
             """\
 plan fwd trains (primals_1, primals_2, primals_3)
-   0 issue   full: bf16[256] = gather(primals_1) of "up" at 0
-   1 issue   full_1: bf16[128] = gather(primals_3) of "down" at 512
-   2 wait    full
-   3 run     relu = region_0(full, primals_2)
-   4 release full
-   5 wait    full_1
-   6 run     mm = region_1(relu, full_1)
-   7 release full_1
-   8         return (mm, primals_1, primals_2, primals_3, relu)
+peak 768 B: arena 768, stay 0, returned 0, written 0, reduced 0
+   0 event   gathers after compute
+   1 issue   full: bf16[256] = gather(primals_1) of "up" at 0
+   2 issue   full_1: bf16[128] = gather(primals_3) of "down" at 512
+   3 wait    full
+   4 run     relu = region_0(full, primals_2)
+   5 release full
+   6 wait    full_1
+   7 run     mm = region_1(relu, full_1)
+   8 release full_1
+   9         return (mm, primals_1, primals_2, primals_3, relu)
 
 region_0:
    0         full: bf16[256] = input()
@@ -181,19 +183,21 @@ region_1:
             got,
             """\
 plan bwd (primals_1, primals_2, primals_3, relu, tangents_1)
-   0 issue   full: bf16[128] = gather(primals_3) of "down" at 0
-   1         grad_slice: f32[8,16] = grad_slice(primals_3, 0)
-   2 run     region_0(tangents_1, relu, grad_slice)
-   3 issue   reduce(primals_3)
-   4 wait    full
-   5         grad_slice_1: f32[16,8] = grad_slice(primals_1, 0)
-   6         grad_slice_2: f32[1,16] = grad_slice(primals_1, 1)
-   7 run     region_1(tangents_1, full, relu, primals_2, grad_slice_1, grad_slice_2) drop (tangents_1, relu, primals_2)
-   8 release full
-   9 issue   reduce(primals_1)
-  10 wait    reduce(primals_3)
-  11 wait    reduce(primals_1)
-  12         return (None, None, None)
+peak 1792 B: arena 256, stay 0, returned 0, written 1024, reduced 512
+   0 event   gathers after compute
+   1 issue   full: bf16[128] = gather(primals_3) of "down" at 0
+   2         grad_slice: f32[8,16] = grad_slice(primals_3, 0)
+   3 run     region_0(tangents_1, relu, grad_slice)
+   4 issue   reduce(primals_3, f32[128])
+   5 wait    full
+   6         grad_slice_1: f32[16,8] = grad_slice(primals_1, 0)
+   7         grad_slice_2: f32[1,16] = grad_slice(primals_1, 1)
+   8 run     region_1(tangents_1, full, relu, primals_2, grad_slice_1, grad_slice_2) drop (tangents_1, relu, primals_2)
+   9 release full
+  10 issue   reduce(primals_1, f32[256])
+  11 wait    reduce(primals_3)
+  12 wait    reduce(primals_1)
+  13         return (None, None, None)
 
 region_0:
    0         tangents_1: bf16[4,8] = input()

@@ -150,7 +150,7 @@ GRADIENTS = """
     3 a = fsdp_opt.accumulate(g, s, None)
     4 h: f32[4] = aten.mul.Tensor(g, x)
     5 b = fsdp_opt.accumulate(h, s, [0])
-    6 issue r = fsdp_opt.reduce(s)
+    6 issue r = fsdp_opt.reduce(s, 2, torch.float32)
     7 return (None, g)
     """
 
@@ -168,6 +168,7 @@ class TestPlans(expecttest.TestCase):
             got,
             """\
 plan bwd (s, x)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0 run     values = region_0(x) drop (x)
    1 issue   full: f32[16] = gather(s) of "up"
    2 wait    full
@@ -197,6 +198,7 @@ region_1:
             got,
             """\
 plan bwd (s, r)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0 issue   full: f32[16] = gather(s) of "up"
    1 wait    full
    2 run     y = region_0(full)
@@ -231,6 +233,7 @@ region_1:
             got,
             """\
 plan bwd (s)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0 issue   full: f32[16] = gather(s) of "up"
    1 wait    full
    2 run     v, y = region_0(full)
@@ -251,6 +254,7 @@ region_0:
             got,
             """\
 plan bwd (s)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0 issue   full: f32[16] = gather(s) of "up"
    1 wait    full
    2 run     v, y = region_0(full)
@@ -263,6 +267,7 @@ plan bwd (s)
             got,
             """\
 plan bwd (s)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0 run     y = region_0()
    1 issue   full: f32[4] = gather(s) of "up"
    2 wait    full
@@ -289,6 +294,7 @@ region_1:
             got,
             """\
 plan bwd (s, x)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0 run     y = region_0(x)
    1 issue   full: f32[4] = gather(s) of "up"
    2 wait    full
@@ -325,6 +331,7 @@ region_2:
             got,
             """\
 plan bwd (s, n, x)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0 run     y, a, b = region_0(x, n) drop (x)
    1 issue   full: f32[4] = gather(s) of "up"
    2 wait    full
@@ -366,6 +373,7 @@ region_1:
             got,
             """\
 plan bwd (s)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0 run     noise, y = region_0()
    1 issue   full: f32[4] = gather(s) of "up"
    2 wait    full
@@ -378,6 +386,7 @@ plan bwd (s)
             got,
             """\
 plan bwd (s, _, x)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0 run     y = region_0(x)
    1         return (s, y, x, None, 3)
 
@@ -394,6 +403,7 @@ region_0:
             got,
             """\
 plan bwd (x)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0 run     z = region_0(x) drop (x)
    1         return (z)
 
@@ -411,6 +421,7 @@ region_0:
             got,
             """\
 plan bwd (_)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0         return ()
 """,
         )
@@ -421,6 +432,7 @@ plan bwd (_)
             got,
             """\
 plan bwd (s, x)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0 issue   full: f32[4] = gather(s) of "up"
    1 wait    full
    2 run     y = region_0(x, full)
@@ -448,11 +460,12 @@ region_1:
             got,
             """\
 plan bwd (s, x)
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0 run     g = region_0(x)
    1         accumulate(g, s, None)
    2 run     h = region_1(g, x) drop (x)
    3         accumulate(h, s, [0]) drop (h)
-   4 issue   reduce(s)
+   4 issue   reduce(s, f32[4])
    5         return (None, g)
 
 region_0:

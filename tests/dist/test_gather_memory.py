@@ -1,4 +1,4 @@
-"""The memory of gathered units: bytes as tools/alloc_meter.c counts them, against what the schedule says."""
+"""The memory of gathered units and of gradients: bytes as tools/alloc_meter.c counts them, against the schedule's."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ import gc
 import json
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from memory import open_meter
 from torch import Tensor, nn
 
 import fsdp_passes as fsdp
-from fsdp_passes.runtime.timeline import Timeline
+from fsdp_passes.runtime.timeline import Timeline, with_owners
+from fsdp_passes.schedule.lifetime import Memory
+from fsdp_passes.schedule.live_bytes import live_bytes
+from fsdp_passes.schedule.plan import Reduce
+from fsdp_passes.sharding.gradients import GroupGradients
 from fsdp_passes.sharding.state import sharded_state
 from tests.dist import metered, pool
 from tests.dist.models import build, compiled
@@ -35,7 +41,7 @@ def _settled_bytes(meter: Any) -> int:
     """What is live once nothing more is freed: gloo's thread lets go of a gather a moment after its wait."""
     gc.collect()
     live, since = meter.live_bytes(), time.monotonic()
-    while time.monotonic() < since + 1:
+    while time.monotonic() < since + 0.3:
         time.sleep(0.01)
         if meter.live_bytes() != live:
             live, since = meter.live_bytes(), time.monotonic()
@@ -55,7 +61,7 @@ def _bytes(in_flight: int | None) -> dict[str, int]:
         for _ in range(3):
             run(x)
     timeline = Timeline.of(sharded_state(model))
-    (order,) = timeline._known.values()
+    (order,) = timeline.orders
     peak = meter.peak_bytes()
     return {
         "peak": peak - rest,
@@ -93,14 +99,52 @@ def _bytes_by_block() -> int:
     return held[1] - held[0]
 
 
+class Thin(nn.Module):
+    """1 MiB in many weights, so that one gradient, which regions allocate, is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH // 4, WIDTH // 4, bias=False) for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _bytes_at_reductions(in_flight: int | None) -> dict[str, list[int]]:
+    """Bytes above those before the backward, where each reduction is issued; and what is written and reduced then."""
+    model: Any = fsdp.shard(build(lambda: nn.Sequential(*(Thin() for _ in range(LAYERS)))), units=[Thin])
+    run, meter, x = compiled(model, in_flight=in_flight), open_meter(torch.device("cpu")), torch.ones(1, WIDTH // 4)
+    groups, send, got = sharded_state(model).groups, GroupGradients._send, []
+
+    def counted(self: GroupGradients, full: Tensor) -> Any:
+        finished = sum(group.gradients.reduced is not None for group in groups)
+        got.append(meter.live_bytes() - rest - finished * UNIT_BYTES // dist.get_world_size())
+        return send(self, full)
+
+    for _ in range(3):
+        model.zero_grad()
+        rest = _settled_bytes(meter)
+        got.clear()
+        with mock.patch.object(GroupGradients, "_send", counted):
+            run(x).sum().backward()
+    (order,) = Timeline.of(sharded_state(model)).orders
+    memory = Memory.of(with_owners(order.calls), order.steps)
+    at_reductions = [live for live, (_, step) in zip(live_bytes(memory), memory.steps, strict=True) if type(step) is Reduce]
+    return {"got": got, "planned": [live.written + live.reduced for live in at_reductions]}
+
+
 def main(world_size: int) -> None:
-    """Print what rank 0 held, by bound, and by block."""
-    by_bound = [pool.run(world_size, _bytes, in_flight)[0] for in_flight in BOUNDS[: 4 if world_size == 1 else 2]]
-    print(json.dumps([by_bound, pool.run(world_size, _bytes_by_block)[0]]))
+    """Print what rank 0 held, by bound, and by block; and at reductions, by bound."""
+    bounds = BOUNDS[: 4 if world_size == 1 else 2]
+    by_bound = [pool.run(world_size, _bytes, in_flight)[0] for in_flight in bounds]
+    at_reductions = [pool.run(world_size, _bytes_at_reductions, in_flight)[0] for in_flight in bounds]
+    print(json.dumps([by_bound, pool.run(world_size, _bytes_by_block)[0], at_reductions]))
 
 
 @functools.cache
-def measured(world_size: int) -> tuple[list[dict[str, int]], int]:
+def measured(world_size: int) -> tuple[list[dict[str, int]], int, list[dict[str, list[int]]]]:
     return metered.run(__name__, f"main({world_size})")
 
 
@@ -119,3 +163,14 @@ def test_gathered_units_take_what_the_plan_says(world_size: int, bound: int | No
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_graphs_that_run_one_after_another_share_the_memory(world_size: int) -> None:
     assert 0 <= measured(world_size)[1] - PLANNED[2] * UNIT_BYTES <= SLACK_BYTES
+
+
+@pytest.mark.parametrize(("world_size", "bound"), [*((1, bound) for bound in BOUNDS), (2, 1), (2, 2)])
+def test_sums_of_gradients_take_what_the_plan_says_at_each_reduction(world_size: int, bound: int | None) -> None:
+    """Less what is reduced already, this rank's part of it, which stays."""
+    at = measured(world_size)[2][BOUNDS.index(bound)]
+    under_way = LAYERS if bound is None else bound
+    assert at["planned"] == [min(number, under_way) * UNIT_BYTES for number in range(1, LAYERS + 1)]
+    of_gloo = under_way * UNIT_BYTES if world_size > 1 else 0  # its copies of what is under way
+    for got, planned in zip(at["got"], at["planned"], strict=True):
+        assert planned <= got <= planned + of_gloo + SLACK_BYTES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdp_passes.inspect.explain import GraphReport, report
 from fsdp_passes.ir.passes import Declined, run_passes
 from fsdp_passes.options import Options
 from fsdp_passes.passes.pipeline import passes_of
+from fsdp_passes.schedule.order import scheduled
 from fsdp_passes.sharding.state import sharded_state
 from tests.dist.models import compiled
 from tests.simulated import graph
@@ -65,20 +67,49 @@ class TestTexts(expecttest.TestCase):
         run = compiled(model)
         self.assertExpectedInline(str(fsdp.explain(model)), """no graph ran yet""")
         loss = run(torch.ones(4, 8)).sum()
-        self.assertExpectedInline(str(fsdp.explain(model)), """graph 0 fwd: 3 gathers, 2 regions""")
+        self.assertExpectedInline(str(fsdp.explain(model)), """graph 0 fwd: 3 gathers, 2 regions, at most 1,664 B""")
         loss.backward()
         self.assertExpectedInline(
             str(fsdp.explain(model)),
             """\
-graph 0 fwd: 3 gathers, 2 regions
-graph 1 bwd: 1 gathers, 2 regions
+graph 0 fwd: 3 gathers, 2 regions, at most 1,664 B
+graph 1 bwd: 1 gathers, 2 regions, at most 1,664 B
   down: 1 written into slices
-  up: 2 written into slices""",
+  up: 2 written into slices
+round of graphs 0, 1: 3 gathers, 1 kept, at most 2,816 B""",
         )
         explained = fsdp.explain(model)
         step(run)
         assert fsdp.explain(run) == explained
         assert explained.declined == ()
+
+    def test_the_explanation_is_exported_as_json(self) -> None:
+        model = two_units()
+        step(compiled(model, in_flight=1))
+        exported = json.loads(fsdp.explain(model).to_json())
+        forward, backward = exported.pop("graphs")
+        assert [gather.pop("buffer") for gather in forward["gathers"]] == ["full", "full_1", "full_2"]
+        assert forward["gathers"] == [
+            {"unit": "up", "dtype": "f32", "bytes": 640, "offset": 0, "stays": False, "kept_from": None},
+            {"unit": "down", "dtype": "f32", "bytes": 512, "offset": 0, "stays": False, "kept_from": None},
+            {"unit": "down", "dtype": "f32", "bytes": 128, "offset": 512, "stays": False, "kept_from": None},
+        ]
+        down = {"unit": "down", "num_written": 1, "whole": False, "num_products": 0, "reduced_bytes": 512}
+        up = {"unit": "up", "num_written": 2, "whole": False, "num_products": 0, "reduced_bytes": 640}
+        assert (backward["gradients"], backward["declined"]) == ([down, up], [])
+        parts = {"arena": 512, "stay": 0, "returned": 0, "written": 640, "reduced": 512}
+        assert backward["peak"] == {"bytes": 1664, **parts}
+        saved = 4 * (4 * 8 + 4 * 16 + 4 * 8 + 4 * 16)  # tangents, input, relu and what it compares
+        parts = {"gathered": 512, "stay": 0, "returned": 0, "written": 512, "reduced": 0, "values": saved}
+        assert backward["live_at_peak"] == parts
+        assert exported["rounds"] == [
+            {
+                "graphs": [0, 1],
+                "num_gathers": 3,
+                "num_kept": 1,
+                "peak": {"bytes": 1792, "arena": 640, "stay": 0, "returned": 0, "written": 640, "reduced": 512},
+            }
+        ]
 
     def test_a_declined_gradient_has_a_reason(self) -> None:
         """What is computed with a whole flat group has a gradient that is no cat."""
@@ -93,10 +124,11 @@ graph 1 bwd: 1 gathers, 2 regions
         self.assertExpectedInline(
             str(fsdp.explain(model)),
             """\
-graph 0 fwd: 1 gathers, 1 regions
-graph 1 bwd: 0 gathers, 1 regions
+graph 0 fwd: 1 gathers, 1 regions, at most 640 B
+graph 1 bwd: 0 gathers, 1 regions, at most 640 B
   up: added up as a whole
-  up: reduce_grad is left as it is: mul_1 is no cat; it is added up as a whole""",
+  up: reduce_grad is left as it is: mul_1 is no cat; it is added up as a whole
+round of graphs 0, 1: 1 gathers, 0 kept, at most 1,280 B""",
         )
         (left,) = fsdp.explain(model).declined
         assert left == Declined("up", "reduce_grad", "mul_1 is no cat; it is added up as a whole")
@@ -160,7 +192,7 @@ def reported(text: str, **options: Any) -> GraphReport:
     """What is reported of a backward graph."""
     gm = graph(text)
     declined = run_passes(gm, passes_of("bwd", Options.parse(options)), 2, lambda stage, gm: None)
-    return report(gm.graph, cut(gm, "bwd", trains=False), declined)
+    return report(gm.graph, scheduled(cut(gm, "bwd", trains=False), None), declined)
 
 
 BACKWARD = """
@@ -188,7 +220,7 @@ class TestReport(expecttest.TestCase):
         self.assertExpectedInline(
             str(reported(BACKWARD)),
             """\
-bwd: 0 gathers, 2 regions
+bwd: 0 gathers, 2 regions, at most 128 B
   up: 1 written into slices
   down: added up as a whole
   down: q is left as it is: v is no cat; it is added up as a whole
@@ -199,7 +231,7 @@ bwd: 0 gathers, 2 regions
         self.assertExpectedInline(
             str(reported(BACKWARD, grad_path="cat")),
             """\
-bwd: 0 gathers, 2 regions
+bwd: 0 gathers, 2 regions, at most 128 B
   up: added up as a whole
   down: added up as a whole
   head: l is left as it is: not only the output reads it; it goes through autograd, and is reduced in every backward""",

@@ -23,7 +23,7 @@ RIGHT = """
     6 release free = fsdp_opt.release(full)
     7 c: f32[16] = aten.view(y, [16])
     8 add_up = fsdp_opt.accumulate(c, s, [0])
-    9 issue send = fsdp_opt.reduce(s)
+    9 issue send = fsdp_opt.reduce(s, 2, torch.float32)
     10 return (y,)
     """
 
@@ -202,7 +202,7 @@ buffers_are_released_once: y reads full after free
 >    6         y: f32[4,4] = aten.mm(x, v)
      7         c: f32[16] = aten.view(y, [16])
      8         add_up = fsdp_opt.accumulate(c, s, [0])
-     9 issue   send = fsdp_opt.reduce(s)""",
+     9 issue   send = fsdp_opt.reduce(s, 2, torch.float32)""",
         )
 
     def test_buffers_that_are_returned_are_not_released(self) -> None:
@@ -247,13 +247,15 @@ gradients_are_reduced: add_up is a gradient of s, which no later node reduces
   after: Broken(on_purpose=True)
      6 release free = fsdp_opt.release(full)
      7         c: f32[16] = aten.view(y, [16])
-     8 issue   send = fsdp_opt.reduce(s)
+     8 issue   send = fsdp_opt.reduce(s, 2, torch.float32)
 >    9         add_up = fsdp_opt.accumulate(c, s, [0])
     10         return (y,)""",
         )
 
     def test_gradients_are_reduced_once(self) -> None:
-        got = message(RIGHT.replace("10 return", "10 issue send_1 = fsdp_opt.reduce(s)\n    10 return"))
+        got = message(
+            RIGHT.replace("10 return", "10 issue send_1 = fsdp_opt.reduce(s, 2, torch.float32)\n    10 return")
+        )
         self.assertExpectedInline(
             got,
             """\
@@ -263,8 +265,8 @@ gradients_are_reduced: send reduces s a second time
      6 release free = fsdp_opt.release(full)
      7         c: f32[16] = aten.view(y, [16])
      8         add_up = fsdp_opt.accumulate(c, s, [0])
->    9 issue   send = fsdp_opt.reduce(s)
-    10 issue   send_1 = fsdp_opt.reduce(s)
+>    9 issue   send = fsdp_opt.reduce(s, 2, torch.float32)
+    10 issue   send_1 = fsdp_opt.reduce(s, 2, torch.float32)
     11         return (y,)""",
         )
 

@@ -288,7 +288,7 @@ class TestFlatGradWrites(expecttest.TestCase):
    6         m: f32[4,4] = aten.mm(a, b)
    7         grad_slice_1: f32[4,4] = fsdp_opt.grad_slice(s, 0, [4, 4], torch.float32)
    8         grad_write_1 = fsdp_opt.grad_write(grad_slice_1, m)
-   9 issue   reduce = fsdp_opt.reduce(s)
+   9 issue   reduce = fsdp_opt.reduce(s, 2, torch.float32)
   10         return (None, None)
 """,
         )
@@ -305,7 +305,7 @@ class TestFlatGradWrites(expecttest.TestCase):
    4         grad_write_1 = fsdp_opt.grad_write(grad_slice_1, g)
    5         grad_slice: f32[2,4] = fsdp_opt.grad_slice(s, 0, [2, 4], torch.float32, separate=True)
    6         grad_write = fsdp_opt.grad_write(grad_slice, g)
-   7 issue   reduce = fsdp_opt.reduce(s)
+   7 issue   reduce = fsdp_opt.reduce(s, 2, torch.float32)
    8         return (None,)
 """,
         )
@@ -319,7 +319,7 @@ class TestFlatGradWrites(expecttest.TestCase):
    1         s: f32[8] = input(shard="up")
    2         grad_slice: f32[4,4] = fsdp_opt.grad_slice(s, 0, [4, 4], torch.float32)
    3         grad_write = fsdp_opt.grad_write(grad_slice, x)
-   4 issue   reduce = fsdp_opt.reduce(s)
+   4 issue   reduce = fsdp_opt.reduce(s, 2, torch.float32)
    5         v: f32[16] = aten.view(x, [16])
    6         return (None, v)
 """,
@@ -335,7 +335,7 @@ class TestFlatGradWrites(expecttest.TestCase):
    2         e: f32[4,4]{1,0} = aten.expand(x, [4, 4])
    3         grad_slice: f32[4,4] = fsdp_opt.grad_slice(s, 0, [4, 4], torch.float32)
    4         grad_write = fsdp_opt.grad_write(grad_slice, e)
-   5 issue   reduce = fsdp_opt.reduce(s)
+   5 issue   reduce = fsdp_opt.reduce(s, 2, torch.float32)
    6         return (None,)
 """,
         )
@@ -354,7 +354,7 @@ class TestFlatGradWrites(expecttest.TestCase):
    6         q: f32[2,5]{8,1} = aten.slice.Tensor(y, 1, 3, 8)
    7         grad_slice_1: f32[2,5] = fsdp_opt.grad_slice(s, 0, [2, 5], torch.float32)
    8         grad_write_1 = fsdp_opt.grad_write(grad_slice_1, q)
-   9 issue   reduce = fsdp_opt.reduce(s)
+   9 issue   reduce = fsdp_opt.reduce(s, 2, torch.float32)
   10         return (None,)
 """,
         )
@@ -370,7 +370,7 @@ class TestFlatGradWrites(expecttest.TestCase):
    3         t: f32[4,2,2]{1,4,8} = aten.permute(m, [2, 1, 0])
    4         grad_slice: f32[4,2,2] = fsdp_opt.grad_slice(s, 0, [4, 2, 2], torch.float32)
    5         grad_write = fsdp_opt.grad_write(grad_slice, t)
-   6 issue   reduce = fsdp_opt.reduce(s)
+   6 issue   reduce = fsdp_opt.reduce(s, 2, torch.float32)
    7         return (None,)
 """,
         )
@@ -382,7 +382,7 @@ class TestFlatGradWrites(expecttest.TestCase):
             """\
    0         s: f32[8] = input(shard="up")
    1         x: f32[4] = input()
-   2 issue   reduce = fsdp_opt.reduce(s)
+   2 issue   reduce = fsdp_opt.reduce(s, 2, torch.float32)
    3         return (None,)
 """,
         )
@@ -397,7 +397,7 @@ class TestFlatGradWrites(expecttest.TestCase):
    2         g: bf16[4,4] = aten.exp(x)
    3         grad_slice: f32[4,4] = fsdp_opt.grad_slice(s, 0, [4, 4], torch.float32)
    4         grad_write = fsdp_opt.grad_write(grad_slice, g)
-   5 issue   reduce = fsdp_opt.reduce(s)
+   5 issue   reduce = fsdp_opt.reduce(s, 2, torch.float32)
    6         return (None,)
 """,
         )
@@ -413,11 +413,11 @@ class TestFlatGradWrites(expecttest.TestCase):
    3         g: f32[16] = aten.exp(x)
    4         grad_slice: f32[16] = fsdp_opt.grad_slice(s, 0, [16], torch.float32)
    5         grad_write = fsdp_opt.grad_write(grad_slice, g)
-   6 issue   reduce = fsdp_opt.reduce(s)
+   6 issue   reduce = fsdp_opt.reduce(s, 2, torch.float32)
    7         h: f32[8] = aten.slice.Tensor(g, 0, 4, 12)
    8         grad_slice_1: f32[8] = fsdp_opt.grad_slice(p, 0, [8], torch.float32)
    9         grad_write_1 = fsdp_opt.grad_write(grad_slice_1, h)
-  10 issue   reduce_1 = fsdp_opt.reduce(p)
+  10 issue   reduce_1 = fsdp_opt.reduce(p, 2, torch.float32)
   11         return (None, None)
 """,
         )
@@ -434,7 +434,7 @@ class TestFlatGradWrites(expecttest.TestCase):
    4         done: f32[4,4] = aten.copy_(x, y)
    5         grad_slice: f32[16] = fsdp_opt.grad_slice(s, 0, [16], torch.float32)
    6         grad_write = fsdp_opt.grad_write(grad_slice, v)
-   7 issue   reduce = fsdp_opt.reduce(s)
+   7 issue   reduce = fsdp_opt.reduce(s, 2, torch.float32)
    8         return (None,)
 """,
         )
@@ -452,7 +452,7 @@ class TestFlatGradWrites(expecttest.TestCase):
    5         grad_write = fsdp_opt.grad_write(grad_slice, h)
    6         grad_slice_1: f32[4,4] = fsdp_opt.grad_slice(s, 0, [4, 4], torch.float32)
    7         grad_mm = fsdp_opt.grad_mm(grad_slice_1, a, b)
-   8 issue   reduce = fsdp_opt.reduce(s)
+   8 issue   reduce = fsdp_opt.reduce(s, 2, torch.float32)
    9         return (None, None)
 """,
         )

@@ -238,7 +238,7 @@ class TestLowerReduceGrad(expecttest.TestCase):
    2         zeros: f32[10] = aten.zeros([10])
    3         c: f32[16] = aten.cat([g, zeros])
    4         accumulate = fsdp_opt.accumulate(c, s, [0])
-   5 issue   reduce = fsdp_opt.reduce(s)
+   5 issue   reduce = fsdp_opt.reduce(s, 2, torch.float32)
    6         return (None, None)
 """,
         )

@@ -30,8 +30,8 @@ def plans(draw: st.DrawFn, reshards: dict[int, bool], sizes: dict[tuple[int, int
         elif action == "close" and open_:
             first = next(iter(open_))
             steps += [Release(name) for name in open_.pop(first)]
-        elif action == "reduce":
-            steps.append(Reduce(f"s{unit}_0"))
+        elif action == "reduce" and f"s{unit}_0" not in {step.shard for step in steps if isinstance(step, Reduce)}:
+            steps.append(Reduce(f"s{unit}_0", torch.float32, sizes[unit, 0]))
         steps.append(Run(0, tuple(name for names in open_.values() for name in names), ()))
     steps += [Release(name) for names in open_.values() for name in names if draw(st.integers(0, 5))]
     return Plan("fwd", (), tuple(steps), (), ())
@@ -79,15 +79,18 @@ class Simulation:
         self.under_way: list[tuple[int, str]] = []
         self.sent: list[str] = []
         waits = [(call, step.buffer) for call, plan in enumerate(sequence) for step in plan.steps if type(step) is Wait]
-        units = {(call, gather.buffer): gather.unit for call, plan in enumerate(sequence) for gather in plan.gathers}
+        gathers = [(call, step) for call, plan in enumerate(sequence) for step in plan.steps if type(step) is Gather]
+        units = {(call, gather.buffer): gather.unit for call, gather in gathers}
         self.missing = {key: units[key] for key in waits}  # not issued yet, in the order of use
-        self.most_bytes = 0
+        self.buffers = set(waits)
+        self.live_bytes: list[int] = []  # after each step, of what no graph returns
 
     def run(self, schedules: Sequence[Sequence[Step]]) -> None:
         for call, steps in enumerate(schedules):
             for step in steps:
                 self.step(call, step)
                 self.check()
+                self.live_bytes.append(sum(g.nbytes for g in self.live.values() if g.offset is not None))
         left = {key for key, gather in self.live.items() if gather.offset is not None}
         assert not left and not self.under_way, "buffers or reductions are left at the end"
 
@@ -102,7 +105,7 @@ class Simulation:
                 assert (call, buffer) not in self.waited, "waited for twice"
                 self.waited.add((call, buffer))
             case Run():
-                for name in step.inputs:
+                for name in (name for name in step.inputs if (call, name) in self.buffers):
                     assert (call, name) in self.live, "read after its release"
                     assert (call, name) in self.waited, "read before its wait"
             case Release(buffer):
@@ -128,7 +131,6 @@ class Simulation:
             for other in (other for other in self.live.values() if other.offset is not None):
                 assert other.offset + other.nbytes <= gather.offset or gather.offset + gather.nbytes <= other.offset
         self.live[key] = gather
-        self.most_bytes = max(self.most_bytes, sum(g.nbytes for g in self.live.values() if g.offset is not None))
 
     def counted(self) -> set[str]:
         return {

@@ -8,8 +8,10 @@ import torch
 
 from fsdp_passes.schedule.plan import (
     Accumulate,
+    Event,
     Gather,
     GradSlice,
+    Peak,
     Plan,
     Reduce,
     Release,
@@ -40,9 +42,10 @@ STEPS: tuple[Step, ...] = (
     Accumulate("a", "s", (0, 2), ("a",)),
     Accumulate("b", "s", None),
     Accumulate("b", "s", (), ("b",)),
-    Reduce("s"),
+    Reduce("s", torch.float32, 16),
     WaitReduce("s"),
     WaitReduce("s", ago=2),
+    Event(),
     Gather("later", "t", torch.float32, 4, 'the "head"', reshard=False, offset=512, ahead=3, kept_from="full"),
     Gather("more", "t", torch.float32, 4, "", offset=0),
 )
@@ -51,7 +54,7 @@ OUTPUTS = ("x", None, 3, -0.5, True)
 
 def a_plan(trains: bool = False) -> Plan:
     regions = (graph(NEGATE), graph(NEGATE), graph(NEGATE))
-    return Plan("fwd" if trains else "bwd", ("s", None, "x"), STEPS, OUTPUTS, regions, trains)
+    return Plan("fwd" if trains else "bwd", ("s", None, "x"), STEPS, OUTPUTS, regions, trains, Peak(64, 8, 0, 12, 16))
 
 
 class TestText(expecttest.TestCase):
@@ -63,6 +66,7 @@ class TestText(expecttest.TestCase):
             got,
             """\
 plan bwd (s, _, x)
+peak 92 B: arena 64, stay 8, returned 0, written 12, reduced 16
    0 issue   full: bf16[16] = gather(s) of "up"
    1 wait    full
    2 run     y = region_0(full)
@@ -74,12 +78,13 @@ plan bwd (s, _, x)
    8         accumulate(a, s, [0, 2]) drop (a)
    9         accumulate(b, s, None)
   10         accumulate(b, s, []) drop (b)
-  11 issue   reduce(s)
+  11 issue   reduce(s, f32[16])
   12 wait    reduce(s)
   13 wait    reduce(s), graphs ago: 2
-  14         later: f32[4] = gather(t) of "the \\"head\\"" at 512, stays, kept from full, graphs ahead: 3
-  15 issue   more: f32[4] = gather(t) of "" at 0
-  16         return (x, None, 3, -0.5, True)
+  14 event   gathers after compute
+  15         later: f32[4] = gather(t) of "the \\"head\\"" at 512, stays, kept from full, graphs ahead: 3
+  16 issue   more: f32[4] = gather(t) of "" at 0
+  17         return (x, None, 3, -0.5, True)
 
 region_0:
    0         x: bf16[16] = input()
@@ -104,6 +109,7 @@ region_2:
             got,
             """\
 plan fwd trains ()
+peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
    0         return ()
 """,
         )
@@ -114,7 +120,7 @@ def test_plans_load_back(trains: bool) -> None:
     plan = a_plan(trains)
     loaded = load_plan(dump_plan(plan))
     assert dump_plan(loaded) == dump_plan(plan)
-    for field in ("direction", "inputs", "steps", "outputs", "trains"):
+    for field in ("direction", "inputs", "steps", "outputs", "trains", "peak"):
         assert getattr(loaded, field) == getattr(plan, field)
     assert [type(output) for output in loaded.outputs] == [type(output) for output in OUTPUTS]
 
@@ -205,7 +211,8 @@ def test_drops_of_nothing() -> None:
         (Run(0, ("a", "b"), ("c",)), ("a", "b")),
         (Release("full"), ("full",)),
         (Accumulate("g", "s", None), ("g", "s")),
-        (Reduce("s"), ("s",)),
+        (Reduce("s", torch.float32, 16), ("s",)),
+        (Event(), ()),
         (WaitReduce("s", ago=1), ("s",)),
     ],
 )

@@ -1,0 +1,124 @@
+"""How many bytes are live at each step of a schedule, by what they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+
+from torch import Tensor, fx
+
+from fsdp_passes._compat import example_size
+from fsdp_passes.ir.alias import source
+from fsdp_passes.ir.nodes import results
+from fsdp_passes.schedule.lifetime import GradLife, Lifetime, Memory
+from fsdp_passes.schedule.plan import Call, Peak, Run, Step, bytes_of_slots, drops
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """gathered, stay, returned: gathered buffers that count in the bound, stay outside of it, are results.
+
+    written, reduced: sums of gradients that are being written, and that are complete and being reduced.
+    values: what regions get from outside, and what they hand to each other; not what they allocate inside.
+    """
+
+    gathered: int = 0
+    stay: int = 0
+    returned: int = 0
+    written: int = 0
+    reduced: int = 0
+    values: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+    @property
+    def beside_arena(self) -> int:
+        """Of what is sent or received, what has memory of its own."""
+        return self.returned + self.written + self.reduced
+
+
+def live_bytes(memory: Memory) -> list[LiveBytes]:
+    """What is live while each step is done."""
+    num_steps = len(memory.steps)
+    changes = {each.name: [0] * (num_steps + 1) for each in fields(LiveBytes)}
+    for kind, lifetime in _lifetimes(memory):
+        changes[kind][lifetime.start] += lifetime.nbytes
+        changes[kind][lifetime.end] -= lifetime.nbytes
+    levels = {kind: list(accumulate(deltas)) for kind, deltas in changes.items()}
+    return [LiveBytes(**{kind: level[step] for kind, level in levels.items()}) for step in range(num_steps)]
+
+
+def peak_of(memory: Memory) -> Peak:
+    live = live_bytes(memory)
+    most = max(live, key=lambda each: each.beside_arena, default=LiveBytes())
+    return Peak(
+        arena=bytes_of_slots(step for _, step in memory.steps),
+        stay=max((each.stay for each in live), default=0),
+        returned=most.returned,
+        written=most.written,
+        reduced=most.reduced,
+    )
+
+
+def _lifetimes(memory: Memory) -> Iterator[tuple[str, Lifetime]]:
+    end = len(memory.steps)
+    for life in memory.lives:
+        kind = "returned" if life.returned else "gathered" if life.gather.reshard else "stay"
+        yield kind, Lifetime(life.gather.nbytes, life.issue, life.ends[0] if life.ends else end)
+    for each in memory.sums:
+        yield from _of_sum(each, memory)
+    start = 0
+    for number, call in enumerate(memory.calls):
+        steps = [step for which, step in memory.steps if which == number]
+        for lifetime in _of_values(call, steps):
+            yield "values", replace(lifetime, start=start + lifetime.start, end=start + lifetime.end)
+        start += len(steps)
+
+
+def _of_sum(this: GradLife, memory: Memory) -> Iterator[tuple[str, Lifetime]]:
+    """Several graphs that add to one sum: it is reduced when the whole backward ends."""
+    assert this.reduce is not None
+    waited = this.waits[0] if this.waits else len(memory.steps)
+    same = [other for other in memory.sums if other.owner == this.owner]
+    if len(same) > 1:
+        if this is same[0]:
+            yield "written", Lifetime(this.reduce.nbytes, this.start, len(memory.steps))
+        return
+    yield "reduced", Lifetime(this.reduce.nbytes, this.issue, waited)
+    separate = [(position, each.nbytes) for position, each in this.slices if each.separate]
+    for position, nbytes in separate:
+        yield "written", Lifetime(nbytes, position, this.issue + 1)  # the reduction concatenates them
+    if not separate:
+        yield "written", Lifetime(this.reduce.nbytes, this.start, this.issue)
+
+
+def _of_values(call: Call, steps: list[Step]) -> Iterator[Lifetime]:
+    """Storages of a graph's values, each from where it is made, or the start, to where its last alias is dropped."""
+    storage_of: dict[str, Hashable] = {}
+    made: dict[Hashable, tuple[int, int]] = {}  # bytes, and where
+    last: dict[Hashable, int] = {}
+    for position, step in enumerate(steps):
+        if isinstance(step, Run) and step.region < len(call.plan.regions):
+            graph = call.plan.regions[step.region].graph
+            inputs = dict(zip(graph.find_nodes(op="placeholder"), step.inputs, strict=True))
+            for node, name in inputs.items():
+                if name in call.plan.inputs and name not in storage_of:
+                    storage_of[name] = name
+                    made[name] = _storage_bytes(node), 0
+            for node, name in zip(results(graph), step.outputs, strict=True):
+                base = source(node)
+                storage_of[name] = storage_of.get(inputs[base]) if base in inputs else (step.region, base.name)
+                made.setdefault(storage_of[name], (_storage_bytes(base), position))
+        last |= {storage_of.get(name): position + 1 for name in drops(step)}
+    last |= {storage_of.get(name): len(steps) for name in call.plan.outputs if isinstance(name, str)}
+    for storage, end in last.items():
+        if storage in made and storage is not None:
+            yield Lifetime(made[storage][0], made[storage][1], end)
+
+
+def _storage_bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return example_size(value.untyped_storage().nbytes()) if isinstance(value, Tensor) else 0

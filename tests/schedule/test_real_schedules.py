@@ -1,0 +1,65 @@
+"""Wrong schedules of real models are refused; what is not refused is right in every order that streams may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_passes as fsdp
+from fsdp_passes.runtime.timeline import Timeline, with_owners
+from fsdp_passes.schedule.order import schedule
+from fsdp_passes.schedule.plan import Call
+from fsdp_passes.schedule.plan_text import dump_plan, load_plan
+from fsdp_passes.sharding.state import sharded_state
+from tests.dist import pool
+from tests.dist.models import Net, build
+from tests.schedule.test_rules import is_accepted, is_right, mutants
+
+TOKENS = torch.arange(10).view(2, 5)
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {  # in_flight, reshard_after_forward
+    "llama": (_llama, 2, True),
+    "net": (lambda: Net(blocks=3), 3, True),
+    "tied": (lambda: Net(tied=True), 2, True),
+    "stays": (lambda: Net(checkpointing=True), 1, False),
+    "block by block": (lambda: Net(blocks=3), 2, True),
+}
+
+
+def _learnt(name: str) -> list[tuple[str, dict[str, tuple[str, int]]]]:
+    """Of each graph of a round its plan, as text, and to whom its shards belong."""
+    make, in_flight, reshard = MODELS[name]
+    model: Any = fsdp.shard(build(make), reshard_after_forward=reshard)
+    for each in model.blocks if name == "block by block" else [model]:
+        each.compile(backend="fsdp_opt", options={"codegen": "fx", "in_flight": in_flight})
+    for _ in range(2):
+        out = model(TOKENS)
+        getattr(out, "logits", out).sum().backward()
+    (order,) = Timeline.of(sharded_state(model)).orders
+    return [(dump_plan(call.plan), dict(call.owners)) for call in with_owners(order.calls)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_not_refused_is_right(name: str) -> None:
+    """The rules refuse a mutant where some order of the streams goes wrong, and only there."""
+    on_rank_0, on_rank_1 = pool.run(2, _learnt, name)
+    assert on_rank_0 == on_rank_1
+    calls, in_flight = [Call(load_plan(text), owners) for text, owners in on_rank_0], MODELS[name][1]
+    steps = schedule(calls, in_flight)
+    assert is_accepted(calls, steps, in_flight) and is_right(calls, steps, in_flight)
+    verdicts = [is_accepted(calls, mutant, in_flight) for mutant in mutants(steps)]
+    assert verdicts == [is_right(calls, mutant, in_flight) for mutant in mutants(steps)]
+    assert len(verdicts) > 100 and sum(verdicts) < len(verdicts) / 3
