@@ -14,6 +14,7 @@ from fsdp_passes.codegen.variants import Regions
 from fsdp_passes.ir.ops import owner_of, set_owner
 from fsdp_passes.ir.text import dump, load
 from fsdp_passes.options import Options
+from fsdp_passes.runtime.agreement import Agreement
 from fsdp_passes.runtime.executor import Executor
 from fsdp_passes.runtime.streams import Streams
 from fsdp_passes.schedule.order import schedule, scheduled
@@ -95,6 +96,7 @@ class SimulatedGroup:
 
 class SimulatedModel:
     device = torch.device("cpu")
+    agreement = Agreement()
 
     def __init__(self, group: SimulatedGroup) -> None:
         self.groups = [group]

@@ -13,7 +13,8 @@ from fsdp_passes._compat import dtype_names
 from fsdp_passes.ir.nodes import calls, operand
 from fsdp_passes.ir.ops import GRAD_MM, unit_of
 from fsdp_passes.ir.passes import Declined
-from fsdp_passes.runtime.timeline import Order, Timeline, with_owners
+from fsdp_passes.runtime.order import Order, with_owners
+from fsdp_passes.runtime.timeline import Timeline
 from fsdp_passes.schedule.lifetime import Memory
 from fsdp_passes.schedule.live_bytes import LiveBytes, live_bytes, peak_of
 from fsdp_passes.schedule.plan import Accumulate, Call, Gather, Peak, Plan

@@ -37,9 +37,12 @@ class Done:
         pass
 
 
-def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of the same ranks, made once: what is sent in one does not wait for what is sent in the other."""
-    description = f"fsdp_passes: a second {group.group_name}"
+def another_group(group: dist.ProcessGroup, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+    """A group of the same ranks, made once for each `purpose`: what is sent in one does not wait for another's.
+
+    backend: None: as `group`.
+    """
+    description = f"fsdp_passes: {purpose} of {group.group_name}"
     if group.size() == 1:
         return group
     for known in known_groups():
@@ -48,7 +51,7 @@ def second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     made = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=group_timeout(group),
-        backend=dist.get_backend_config(group),
+        backend=backend or dist.get_backend_config(group),
         use_local_synchronization=True,
         group_desc=description,
     )
@@ -85,6 +88,14 @@ def any_rank(flags: Sequence[bool], device: torch.device, group: dist.ProcessGro
     union = torch.tensor(flags, dtype=torch.uint8, device=device)
     dist.all_reduce(union, dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in union.tolist()]
+
+
+def numbers_of_ranks(number: int, group: dist.ProcessGroup) -> list[int]:
+    """Every rank's `number`, of 64 bits, in the order of ranks, over a group of the host; it waits for them."""
+    own = torch.tensor([number], dtype=torch.int64, device="cpu")
+    all_ranks = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(all_ranks, own, group=group)
+    return [int(each) for each in all_ranks]
 
 
 def scatter_from(source: int, part: Tensor, parts: Sequence[Tensor], group: dist.ProcessGroup) -> None:

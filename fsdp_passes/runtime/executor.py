@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fsdp_passes._compat import profiler_span
 from fsdp_passes.ir.ops import is_shard, owner_of
-from fsdp_passes.runtime.timeline import GraphCall, Scheduler, Timeline, Turn
+from fsdp_passes.runtime.order import GraphCall, Scheduler
+from fsdp_passes.runtime.timeline import Timeline, Turn
 from fsdp_passes.schedule.plan import Accumulate, Event, Gather, GradSlice, Plan, Reduce, Release, Run, Wait, WaitReduce
 from fsdp_passes.sharding.grad_buffer import GradSlot, prepare
 from fsdp_passes.sharding.group import FlatGroup

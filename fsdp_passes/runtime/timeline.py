@@ -6,100 +6,39 @@ begins alike is expected to go on alike, and follows one schedule for all of its
 was expected, what was gathered ahead is dropped, the rest of the round runs by the graphs' own plans, and what has run
 is the order that is known from then on.
 
-Ranks decide alike as long as they send the same, and edit parameters alike.
+Ranks decide alike as long as they send the same, and edit parameters alike: before each call they compare.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_passes._compat import queue_backward_callback, running_backward, warn_once
-from fsdp_passes.ir.ops import unit_names
 from fsdp_passes.runtime.arena import Arena
 from fsdp_passes.runtime.collectives import Done
-from fsdp_passes.schedule.plan import Call, Event, Gather, Owner, Plan, Step, WaitReduce, bytes_of_slots
+from fsdp_passes.runtime.order import GraphCall, Order
+from fsdp_passes.schedule.plan import (
+    Event,
+    Gather,
+    Reduce,
+    Step,
+    Wait,
+    WaitReduce,
+)
 from fsdp_passes.sharding.group import FlatGroup
 from fsdp_passes.sharding.model import ShardedModel
 from fsdp_passes.sharding.poison import poison
 
 log = logging.getLogger(__name__)
 
-Scheduler = Callable[[Sequence[Call], int | None], Sequence[tuple[Step, ...]]]
-
 _MAX_CALLS = 1000  # of a round; a longer one is several, whose order is not worth knowing
 _MAX_ORDERS = 16
-
-
-@dataclass(frozen=True)
-class GraphCall:
-    """One run of `plan` on the shards of `groups`, which are its inputs of these names."""
-
-    plan: Plan
-    groups: Mapping[str, FlatGroup]
-    in_flight: int | None
-    schedule: Scheduler
-
-    @property
-    def model(self) -> ShardedModel | None:
-        """That of its first shard, which looks after it; None without shards."""
-        return next((group.model for group in self.groups.values()), None)
-
-    @cached_property
-    def key(self) -> tuple[object, ...]:
-        """Equal for calls that send the same. Ranks need not run equal graphs: one may have compiled anew."""
-        bound = ((id(self.groups[shard]) if shard else None, what) for shard, what in self.plan.skeleton)
-        return self.in_flight, *bound
-
-
-class Order:
-    """What each of `calls` does, if calls like them run one after another: known once they are expected again."""
-
-    def __init__(self, calls: Sequence[GraphCall]) -> None:
-        self.calls = tuple(calls)
-        self._others: dict[tuple[int, int], tuple[Plan, tuple[Step, ...]]] = {}  # a plan that lives keeps its id
-
-    @cached_property
-    def steps(self) -> Sequence[tuple[Step, ...]]:
-        return self._scheduled(self.calls)
-
-    @cached_property
-    def nbytes(self) -> int:
-        return bytes_of_slots(step for steps in self.steps for step in steps)
-
-    def goes_on_with(self, calls: Sequence[GraphCall]) -> bool:
-        """Whether the last of `calls` is like the one that is expected after those before it."""
-        number = len(calls) - 1
-        return number < len(self.calls) and self.calls[number].key == calls[number].key
-
-    def steps_of(self, number: int, call: GraphCall) -> tuple[Step, ...]:
-        """Those of `call`, which is like call `number`, though perhaps of another graph."""
-        if call.plan is self.calls[number].plan:
-            return self.steps[number]
-        this = number, id(call.plan)
-        if this not in self._others:
-            calls = [*self.calls[:number], call, *self.calls[number + 1 :]]
-            self._others[this] = call.plan, self._scheduled(calls)[number]
-        return self._others[this][1]
-
-    def _scheduled(self, calls: Sequence[GraphCall]) -> Sequence[tuple[Step, ...]]:
-        return calls[0].schedule(with_owners(calls), calls[0].in_flight)
-
-
-def with_owners(calls: Sequence[GraphCall]) -> list[Call]:
-    """The calls, as schedules see them."""
-    groups = list({id(group): group for call in calls for group in call.groups.values()}.values())
-    owners: dict[int, Owner] = {
-        id(group): (unit, group.model.groups.index(group))
-        for group, unit in zip(groups, unit_names(groups), strict=True)
-    }
-    return [Call(call.plan, {shard: owners[id(each)] for shard, each in call.groups.items()}) for call in calls]
 
 
 @dataclass(frozen=True)
@@ -111,6 +50,11 @@ class _Gathered:
     work: dist.Work | Done
     version: int
     returned: bool
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shard was edited since, between two graphs."""
+        return self.version != self.group.version
 
 
 @dataclass(frozen=True)
@@ -184,7 +128,35 @@ class Timeline:
             self._leave_order(self._expected)
         number, order = len(self._calls) - 1, self._expected
         self.arena.reserve(order.nbytes if order else call.plan.peak.arena, call.model.device)
-        return Turn(self, number, order.steps_of(number, call) if order else call.plan.steps)
+        steps = order.steps_of(number, call) if order else call.plan.steps
+        call.model.agreement.check(self._lines(number, steps))
+        return Turn(self, number, steps)
+
+    def _lines(self, number: int, steps: Sequence[Step]) -> Iterator[str]:
+        """What `steps` of call `number` send: all of it is decided before the first of them.
+
+        Reductions last between two waits: they do not wait for gathers, so that their order makes no difference.
+        """
+        call = self._calls[number]
+        kind = "forward gather" if call.plan.direction == "fwd" else "backward gather"
+        reductions: list[str] = []
+        for step in steps:
+            match step:
+                case Gather(kept_from=None):
+                    yield self.call(number + step.ahead, now=number).groups[step.shard].line(kind, step.dtype)
+                case Reduce() if call.groups[step.shard].is_reduced_by_graph():
+                    reductions.append(call.groups[step.shard].line("reduce-scatter", step.dtype))
+                case Wait() | WaitReduce():
+                    yield from reductions
+                    reductions.clear()
+                    yield from self._lines_of_wait(number, step)
+        yield from reductions
+
+    def _lines_of_wait(self, number: int, step: Wait | WaitReduce) -> Iterator[str]:
+        buffers = self._calls[number].plan.buffers
+        gathered = self._live.get((number, buffers[step.buffer])) if isinstance(step, Wait) else None
+        if gathered is not None and gathered.is_stale:
+            yield gathered.group.line("gather after an edit", gathered.full.dtype)
 
     def _leave_order(self, order: Order) -> None:
         """Another graph runs than was expected, perhaps because the round is longer: then nothing is left undone."""
@@ -245,7 +217,7 @@ class Timeline:
         gathered = self._live.pop(key)
         gathered.work.wait()
         group, full = gathered.group, gathered.full
-        if gathered.version != group.version:  # edited between two graphs
+        if gathered.is_stale:
             group.gather_into(full)
         if not gathered.returned:
             self._live[key] = _Gathered(group, full, Done(), group.version, returned=False)

@@ -73,6 +73,11 @@ class GroupGradients:
         """Add `full_grad` (1-D, full elements); `pieces` of the layout were differentiated (None: all)."""
         self.open().add(full_grad.detach(), pieces)
 
+    @property
+    def awaits_reduction(self) -> bool:
+        """Whether there is something to reduce: a gradient, or, of a graph that ran, none."""
+        return self.buffer is not None or self.differentiated
+
     def drop_blank_buffer(self) -> None:
         """An exception came before the first write."""
         if self.buffer is not None and not self.buffer.written:
@@ -115,6 +120,7 @@ class GroupGradients:
 
     def reduce_now(self, full_grad: Tensor) -> Tensor:
         """Mean over ranks of this rank's piece of `full_grad`, in the shard's dtype; nothing is remembered."""
+        self.group.model.agreement.check([self.group.line("reduce-scatter", self.group.reduce_dtype)])
         full = full_grad.to(self.group.reduce_dtype, copy=True)  # the reduction works in place
         piece, work = self._send(full)
         work.wait()

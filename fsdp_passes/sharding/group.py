@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp_passes._compat import backward_reaches, running_backward, swap_contents
 from fsdp_passes.ir.ops import set_owner
-from fsdp_passes.runtime.collectives import Done, issue_all_gather, second_group
+from fsdp_passes.runtime.collectives import Done, another_group, issue_all_gather
 from fsdp_passes.sharding.grad_buffer import GradSlot
 from fsdp_passes.sharding.gradients import GroupGradients
 from fsdp_passes.sharding.layout import Layout
@@ -41,7 +41,7 @@ class FlatGroup:
         model: ShardedModel,
     ) -> None:
         self.unit, self.names, self.layout = unit, names, layout
-        self.process_group, self.reduce_group = process_group, second_group(process_group)
+        self.process_group, self.reduce_group = process_group, another_group(process_group, "reductions")
         self.compute_dtype, self.reduce_dtype, self.reshard = compute_dtype, reduce_dtype, reshard
         self.model = model
         # Parameters without a gradient, though backward may compute one for the sake of the others.
@@ -90,6 +90,8 @@ class FlatGroup:
             rank=self.process_group.rank(),
             world_size=self.layout.world_size,
             process_group=self.process_group,
+            name=self.names[index],
+            agreement=self.model.agreement,
         )
         local = _slice_of_shard(self.shard.detach(), place)
         param = ShardedParam(local, place, requires_grad=index not in self.frozen)
@@ -140,7 +142,13 @@ class FlatGroup:
         self.model.streams.gather.follow_compute()
         self.issue_gather(full).wait()
 
+    def line(self, collective: str, dtype: torch.dtype) -> str:
+        """What the ranks compare before they send a whole flat group in `dtype`."""
+        name, elems = str(dtype).removeprefix("torch."), self.layout.full_elems
+        return f'{collective} of unit "{self.unit}" ({elems} x {name}, from {self.names[0]} on)'
+
     def gather(self, dtype: torch.dtype) -> Tensor:
+        self.model.agreement.check([self.line("gather", dtype)])
         full = self.empty_full(dtype)
         self.gather_into(full)
         return full
@@ -180,15 +188,22 @@ class FlatGroup:
         self.gradients.accumulate(full_grad, pieces)
         self.model.reduce_after_backward()
 
+    def is_reduced_by_graph(self) -> bool:
+        """Asked in a backward: whether a graph of it is to reduce this group, where it has computed the gradient.
+
+        Not if another backward of this group is to come, or the gradient waits for one.
+        """
+        return self.wants_gradient() and self.gradients.forwards == 1 and self.model.reduces(self.unit)
+
     def reduce_if_complete(self) -> None:
-        """Reduce at once when no other backward of this group is to come; else when the whole backward ends.
+        """Reduce at once, or leave it to the end of the whole backward.
 
         A group without any gradient takes part, with zeros: on another rank it may have one.
         """
         self.gradients.differentiated = True
         self.model.reduce_after_backward()
-        if self.gradients.forwards == 1:
-            self.model.issue_reduce(self)
+        if self.is_reduced_by_graph():
+            self.gradients.issue_reduce()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatGroup:
         """A group of its own on the same ranks; parameters copied with it stay its views."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_passes._compat import mark_as_parameter, queue_backward_callback, running_backward
+from fsdp_passes.runtime.agreement import Agreement
 from fsdp_passes.runtime.collectives import any_rank
 from fsdp_passes.runtime.streams import Streams
 from fsdp_passes.sharding.deferral import choose_deferred
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 class ShardedModel:
     """State of one sharded model."""
 
-    def __init__(self, device: torch.device, input_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, device: torch.device, agreement: Agreement, input_dtype: torch.dtype | None = None) -> None:
         self.device = device  # where values are, or belong while the shards are on the meta device
         self.streams = Streams(device)
+        self.agreement = agreement
         self.input_dtype = input_dtype  # cast the root's floating inputs to it; None: leave them
         self.groups: list[FlatGroup] = []
         self.requires_sync = True
@@ -84,6 +86,10 @@ class ShardedModel:
         """Whether the unit's gradients wait for a backward that synchronises."""
         return self.deferred_units is None or unit in self.deferred_units
 
+    def reduces(self, unit: str) -> bool:
+        """Whether the backward that runs now reduces the unit's gradients."""
+        return self.requires_sync or not self.defers(unit)
+
     def end_backward(self) -> None:
         """Reduce every group that has something to reduce, in model order. Calling it again does nothing.
 
@@ -91,25 +97,30 @@ class ShardedModel:
         """
         for group in self.groups:
             group.gradients.finish_reduce()
-        for group in self.groups:
             group.gradients.forwards = 0
-            self.issue_reduce(group)
+        to_reduce = [group for group in self.groups if group.gradients.awaits_reduction and self.reduces(group.unit)]
+        has_reduced = any(group.gradients.reduced is not None for group in self.groups)
+        ends_window = self.requires_sync and (bool(to_reduce) or has_reduced)
+        self.agreement.check(self._lines(to_reduce, ends_window), host_waits=ends_window)
+        for group in to_reduce:
+            group.gradients.issue_reduce()
             group.gradients.finish_reduce()
-        if self.requires_sync:
+        if ends_window:
             self._settle()
 
-    def issue_reduce(self, group: FlatGroup) -> None:
-        """Start a group's reduction, unless there is nothing to reduce, or it is to wait for another backward."""
-        idle = group.gradients.buffer is None and not group.gradients.differentiated
-        if not idle and (self.requires_sync or not self.defers(group.unit)):
-            group.gradients.issue_reduce()
+    def _lines(self, to_reduce: list[FlatGroup], ends_window: bool) -> Iterator[str]:
+        """What the end of a backward sends."""
+        for group in to_reduce:
+            yield group.line("reduce-scatter", group.reduce_dtype)
+        if ends_window:
+            num_params = sum(len(group.params) for group in self.groups)
+            yield f"all-reduce at the end of a synchronised backward ({num_params} parameters)"
 
     def _settle(self) -> None:
         """Parameters without a gradient on any rank keep `.grad` None: one byte each, in one all-reduce."""
-        if all(group.gradients.reduced is None for group in self.groups):
-            return
         flags = [i in group.gradients.reduced_params for group in self.groups for i in range(len(group.params))]
         on_some_rank = iter(any_rank(flags, self.device, self.process_group))
+        self.agreement.step += 1
         for group in self.groups:
             group.gradients.settle({index for index in range(len(group.params)) if next(on_some_rank)})
 

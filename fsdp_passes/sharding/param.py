@@ -83,6 +83,7 @@ class ShardedParam(Chunked, Tensor):
         full = self._local.new_zeros(place.shape.numel())
         full[place.start : place.stop] = self._local
         if place.world_size > 1 and full.numel():
+            place.agreement.check([f"full_tensor of {place.name} ({full.numel()} x {_dtype_name(self)})"])
             # A byte is nonzero on one rank at most: the sum is exact in every dtype, pieces may be ragged.
             dist.all_reduce(full.view(torch.uint8), group=place.process_group)
         return full.view(place.shape)
@@ -198,7 +199,7 @@ class ShardedParam(Chunked, Tensor):
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        place, dtype = self._place, str(self.dtype).removeprefix("torch.")
+        place, dtype = self._place, _dtype_name(self)
         here = f"elements {place.start}:{place.stop} of {place.shape.numel()} here"
         return f"ShardedParam(shape={tuple(place.shape)}, dtype={dtype}, {here})"
 
@@ -257,6 +258,10 @@ def _refuse_gradient(grad: Tensor | None) -> NoReturn:
         "fsdp_passes: backward reached a sharded parameter that was used outside its module's forward; "
         "use it under torch.no_grad(), or read it inside the forward."
     )
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _kind(tensor: Tensor) -> str:

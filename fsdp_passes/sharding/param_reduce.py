@@ -96,6 +96,8 @@ def _gather_rows(partials: Tensor, place: Place) -> Tensor:
     """(n,) on each rank -> (world_size, n) on all, any dtype, in one collective."""
     if place.world_size == 1:
         return partials.unsqueeze(0)
+    what = f"{partials.numel()} x {str(partials.dtype).removeprefix('torch.')}"
+    place.agreement.check([f"norm, sum or other reduction of parameters ({what}, from {place.name} on)"])
     rows = partials.new_empty(place.world_size * partials.numel())
     issue_all_gather(rows, partials.contiguous(), place.process_group).wait()
     return rows.view(place.world_size, -1)

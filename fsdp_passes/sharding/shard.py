@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_passes.runtime.agreement import Agreement
 from fsdp_passes.runtime.collectives import broadcast_from, scatter_from
 from fsdp_passes.sharding.checks import check_model, check_types, device_of_values, resolve_mesh
 from fsdp_passes.sharding.group import FlatGroup
@@ -55,7 +56,9 @@ def shard(
     plans = plan_groups(target, find_units(target, units))
     reshards = {plan.unit: _reshards(reshard_after_forward, plan.unit) for plan in plans}
 
-    state = ShardedModel(device or _own_device(mesh), precision.param if precision.cast_inputs else None)
+    device = device or _own_device(mesh)
+    agreement = Agreement.among(mesh.get_group(), device)
+    state = ShardedModel(device, agreement, precision.param if precision.cast_inputs else None)
     classes: dict[Any, type] = {}
     for module in target.modules():
         _change_class(module, state, module is target, classes)

@@ -36,19 +36,23 @@ class RankError(AssertionError):
     """A rank raised, died or hung; the message holds its traceback."""
 
 
-def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
+def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300, leaving: int = -1) -> list[Any]:
     """Results of module-level `fn(*args)` on `world_size` ranks, in rank order; all picklable.
 
+    leaving: a rank whose process ends in `fn`; its result is None, and the pool is discarded.
     RankError: the first rank to fail, with its traceback, or those that did not answer in `timeout` seconds.
     """
     pools = _pools()
     if world_size not in pools:
         pools[world_size] = _Pool(world_size)
     try:
-        return pools[world_size].call(fn, args, timeout)
+        results = pools[world_size].call(fn, args, timeout, leaving)
     except BaseException:
         pools.pop(world_size).kill()
         raise
+    if leaving >= 0:
+        pools.pop(world_size).kill()
+    return results
 
 
 @functools.cache
@@ -86,7 +90,7 @@ class _Pool:
             raise RankError(f"rank {rank} did not start in {START_TIMEOUT_S} s")
         self._receive(rank)
 
-    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, leaving: int) -> list[Any]:
         request = pickle.dumps((sys.path, pickle.dumps((fn, args))))
         for rank, pipe in enumerate(self._pipes):
             self._send(rank, pipe, request)
@@ -100,7 +104,7 @@ class _Pool:
                 raise RankError(f"no answer in {timeout:g} s from rank {', '.join(map(str, waiting))}")
             for rank in waiting:
                 if self._pipes[rank] in ready:
-                    results[rank] = self._receive(rank)
+                    results[rank] = self._receive(rank, leaving)
         return [results[rank] for rank in range(len(self._pipes))]
 
     def _send(self, rank: int, pipe: Connection, request: bytes) -> None:
@@ -109,10 +113,12 @@ class _Pool:
         except OSError as broken:
             raise RankError(f"rank {rank} was gone before the call") from broken
 
-    def _receive(self, rank: int) -> Any:
+    def _receive(self, rank: int, leaving: int = -1) -> Any:
         try:
             error, result = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, OSError):
+            if rank == leaving:
+                return None
             self._processes[rank].join(timeout=5)
             raise RankError(f"rank {rank} died with exit code {self._processes[rank].exitcode}") from None
         if error is not None:

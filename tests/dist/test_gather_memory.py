@@ -16,7 +16,8 @@ from memory import open_meter
 from torch import Tensor, nn
 
 import fsdp_passes as fsdp
-from fsdp_passes.runtime.timeline import Timeline, with_owners
+from fsdp_passes.runtime.order import with_owners
+from fsdp_passes.runtime.timeline import Timeline
 from fsdp_passes.schedule.lifetime import Memory
 from fsdp_passes.schedule.live_bytes import live_bytes
 from fsdp_passes.schedule.plan import Reduce

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import fsdp_passes as fsdp
-from fsdp_passes.runtime.timeline import Timeline, with_owners
+from fsdp_passes.runtime.order import with_owners
+from fsdp_passes.runtime.timeline import Timeline
 from fsdp_passes.schedule.order import schedule
 from fsdp_passes.schedule.plan import Call
 from fsdp_passes.schedule.plan_text import dump_plan, load_plan

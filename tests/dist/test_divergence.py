@@ -1,0 +1,329 @@
+"""Ranks that do not send the same: an error on each of them, that says what they do. Late ranks: none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import expecttest
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_passes as fsdp
+from fsdp_passes.runtime import agreement
+from fsdp_passes.runtime.agreement import Agreement, difference
+from fsdp_passes.runtime.collectives import another_group
+from tests.dist import pool
+from tests.dist.models import build, full_grads
+
+WIDTH = 8
+X = torch.linspace(-1, 1, 6 * WIDTH).view(6, WIDTH).requires_grad_()  # so that all blocks are compiled once
+PROMISED_S = 10  # from the arrival of the last rank to the error on every rank
+COMPILED, UNCOMPILED, OTHER = "fsdp_opt", "uncompiled", "aot_eager"
+
+
+class Block(nn.Module):
+    """Quick to compile, and of two biases uses one, or none."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden, bias=False), nn.Linear(hidden, WIDTH, bias=False)
+        self.bias, self.other = nn.Parameter(torch.zeros(hidden)), nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor, bias: str = "bias") -> Tensor:
+        x = self.up(x)
+        return self.down(x + getattr(self, bias) if bias else x)
+
+
+def _blocks(hidden: tuple[int, ...] = (12, 12, 12)) -> nn.Module:
+    return nn.ModuleList(Block(each) for each in hidden)
+
+
+def _sharded(backend: str, accumulate_bytes: int | None = None, **kwargs: Any) -> Any:
+    """Blocks "0", "1" and "2", each a unit, compiled one by one."""
+    blocks: Any = fsdp.shard(build(_blocks, **kwargs), units=[Block])
+    options = {"codegen": "fx", "accumulate_bytes": accumulate_bytes}
+    for block in blocks if backend != UNCOMPILED else []:
+        block.compile(backend=backend, options=options if backend == COMPILED else None)
+    return blocks
+
+
+def _forward(blocks: Any, order: str = "012") -> Tensor:
+    x = X
+    for digit in order:
+        x = blocks[int(digit)](x)
+    return x.square().mean()
+
+
+def _train(blocks: Any, order: str = "012") -> None:
+    _forward(blocks, order).backward()
+
+
+def skips_a_unit(blocks: Any, differs: bool) -> None:
+    _train(blocks)
+    _train(blocks, "02" if differs else "012")
+
+
+def runs_more_microbatches(blocks: Any, differs: bool) -> None:
+    for _ in range(2):
+        with blocks.no_sync():
+            for _ in range(2 if differs else 1):
+                _train(blocks)
+        _train(blocks)
+
+
+def does_not_synchronise(blocks: Any, differs: bool) -> None:
+    _train(blocks)
+    with blocks.no_sync() if differs else contextlib.nullcontext():
+        _train(blocks)
+    _train(blocks)
+
+
+def evaluates(blocks: Any, differs: bool) -> None:
+    _train(blocks)
+    with torch.no_grad():
+        for _ in range(differs):
+            _forward(blocks)
+    _train(blocks)
+
+
+def runs_no_backward(blocks: Any, differs: bool) -> None:
+    loss = _forward(blocks)
+    if not differs:
+        loss.backward()
+    _train(blocks)
+
+
+def edits_between_graphs(blocks: Any, differs: bool) -> None:
+    for _ in range(2):
+        _train(blocks)
+    x = blocks[0](X)
+    if differs:
+        blocks[1].bias.local.add_(1.0)  # after it was gathered
+    blocks[2](blocks[1](x)).sum().backward()
+
+
+def clips(blocks: Any, differs: bool) -> None:
+    _train(blocks)
+    if differs:
+        fsdp.clip_grad_norm_(blocks, 1.0)
+    _train(blocks)
+
+
+def reads_a_whole_parameter(blocks: Any, differs: bool) -> None:
+    if differs:
+        blocks[1].up.weight.full_tensor()
+    _train(blocks)
+
+
+def trains_another_model(blocks: Any, differs: bool) -> None:
+    """Of the same units: the steps tell them apart."""
+    other = _sharded(UNCOMPILED)
+    _train(blocks)
+    _train(other if differs else blocks)
+
+
+Scenario = Callable[[Any, bool], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What ranks 0 and 1 are said to send in `scenario`, which rank 1 runs otherwise; `kwargs` are of `_sharded`."""
+
+    scenario: Scenario
+    backend: str
+    said: tuple[str, str] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join([self.scenario.__name__, self.backend, *self.kwargs])
+
+
+OTHER_SIZES = {"hidden": (12, 20, 12)}
+CASES = (
+    Case(skips_a_unit, COMPILED, ('step 1: backward gather of unit "0"', 'step 1: forward gather of unit "2"')),
+    pytest.param(Case(skips_a_unit, COMPILED, ('step 1: backward gather of unit "0"', 'step 1: forward gather of unit "2"'), OTHER_SIZES), marks=pytest.mark.slow),
+    Case(skips_a_unit, UNCOMPILED, ('step 1: gather of unit "1"', 'step 1: gather of unit "2"')),
+    Case(skips_a_unit, UNCOMPILED, ('step 1: gather of unit "1"', 'step 1: gather of unit "2"'), OTHER_SIZES),
+    pytest.param(Case(runs_more_microbatches, COMPILED, ('step 0: reduce-scatter of unit "2"', 'step 0: nothing after the backward gather of unit "0"')), marks=pytest.mark.slow),
+    Case(runs_more_microbatches, COMPILED, ('step 0: all-reduce at the end of a synchronised backward', 'step 0: forward gather of unit "0"'), {"accumulate_bytes": 0}),
+    Case(runs_more_microbatches, UNCOMPILED, ('step 0: reduce-scatter of unit "0"', 'step 0: gather of unit "0"')),
+    Case(does_not_synchronise, COMPILED, ('step 1: reduce-scatter of unit "2"', 'step 1: nothing after the backward gather of unit "0"')),
+    Case(does_not_synchronise, UNCOMPILED, ('step 1: reduce-scatter of unit "0"', 'step 1: gather of unit "0"')),
+    Case(evaluates, COMPILED, ('step 1: backward gather of unit "0"', 'step 1: forward gather of unit "0"')),
+    Case(evaluates, UNCOMPILED, ('step 1: reduce-scatter of unit "0"', 'step 1: gather of unit "0"')),
+    pytest.param(Case(runs_no_backward, COMPILED, ('step 0: backward gather of unit "2"', 'step 0: forward gather of unit "0"')), marks=pytest.mark.slow),
+    Case(runs_no_backward, UNCOMPILED, ('step 0: reduce-scatter of unit "0"', 'step 0: gather of unit "0"')),
+    Case(runs_no_backward, OTHER, ('step 0: reduce-scatter of unit "2"', 'step 0: gather of unit "0"')),
+    Case(edits_between_graphs, COMPILED, ('step 2: backward gather of unit "0"', 'step 2: gather after an edit of unit "1"')),
+    pytest.param(Case(clips, COMPILED, ('step 1: forward gather of unit "0"', 'step 1: norm, sum or other reduction of parameters')), marks=pytest.mark.slow),
+    Case(clips, UNCOMPILED, ('step 1: gather of unit "0"', 'step 1: norm, sum or other reduction of parameters')),
+    Case(reads_a_whole_parameter, UNCOMPILED, ('step 0: gather of unit "0"', 'step 0: full_tensor of 1.up.weight')),
+    Case(trains_another_model, UNCOMPILED, ('step 1: gather of unit "0"', 'step 0: gather of unit "0"')),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The error's text on one rank; when this rank came to compare, and when it raised."""
+
+    message: str
+    arrived: float
+    raised: float
+
+
+def _outcome(case: Case) -> Outcome:
+    arrivals: list[float] = []
+    compare = agreement.numbers_of_ranks
+
+    def arrive(number: int, group: dist.ProcessGroup) -> list[int]:
+        arrivals.append(time.monotonic())
+        return compare(number, group)
+
+    blocks = _sharded(case.backend, **case.kwargs)
+    with mock.patch.object(agreement, "numbers_of_ranks", arrive), pytest.raises(RuntimeError) as error:
+        case.scenario(blocks, dist.get_rank() == 1)
+    return Outcome(str(error.value), arrivals[-1], time.monotonic())
+
+
+def _message(world_size: int, case: Case) -> str:
+    """The error's text, the same on every rank, in time."""
+    outcomes = pool.run(world_size, _outcome, case)
+    last_arrival = max(outcome.arrived for outcome in outcomes)
+    assert all(outcome.raised - last_arrival < PROMISED_S for outcome in outcomes)
+    (message,) = {outcome.message for outcome in outcomes}
+    return message
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_rank_is_told_what_all_do(case: Case) -> None:
+    _, *lines, _ = _message(2, case).splitlines()
+    said = [re.sub(r" \(.*?\)", "", line.strip()) for line in lines]
+    assert said == [f"rank {rank} in {what}" for rank, what in enumerate(case.said)]
+
+
+class TestText(expecttest.TestCase):
+    @pytest.mark.slow
+    def test_of_three_ranks(self) -> None:
+        self.assertExpectedInline(_message(3, Case(skips_a_unit, UNCOMPILED)), """\
+fsdp_passes: expected every rank to send the same, got
+    ranks 0, 2 in step 1: gather of unit "1" (288 x float32, from 1.bias on)
+    rank 1 in step 1: gather of unit "2" (288 x float32, from 2.bias on)
+Every rank must use the same units, run as many forwards and backwards, and synchronise the same backwards.""")
+
+    def test_of_a_reduction_of_parameters(self) -> None:
+        self.assertExpectedInline(_message(2, Case(clips, UNCOMPILED)), """\
+fsdp_passes: expected every rank to send the same, got
+    rank 0 in step 1: gather of unit "0" (256 x float32, from 0.bias on)
+    rank 1 in step 1: norm, sum or other reduction of parameters (12 x float32, from 0.bias on)
+Every rank must use the same units, run as many forwards and backwards, and synchronise the same backwards.""")
+
+    def test_of_the_end_of_a_backward(self) -> None:
+        case = Case(runs_more_microbatches, COMPILED, None, {"accumulate_bytes": 0})
+        self.assertExpectedInline(_message(2, case), """\
+fsdp_passes: expected every rank to send the same, got
+    rank 0 in step 0: all-reduce at the end of a synchronised backward (12 parameters)
+    rank 1 in step 0: forward gather of unit "0" (256 x float32, from 0.bias on)
+Every rank must use the same units, run as many forwards and backwards, and synchronise the same backwards.""")
+
+    def test_of_a_step_alone(self) -> None:
+        self.assertExpectedInline(difference({0: (2, ["gather"]), 4: (3, ["gather"]), 5: (2, ["gather"])}), """\
+fsdp_passes: expected every rank to send the same, got
+    ranks 0, 5 in step 2: gather
+    rank 4 in step 3: gather
+Every rank must use the same units, run as many forwards and backwards, and synchronise the same backwards.""")
+
+
+def _late(seconds: float) -> list[dict[str, Tensor]]:
+    """Gradients of windows in which rank 1 is late, by another time in each place."""
+    blocks, gradients = _sharded(COMPILED), []
+    for late in (0, seconds):
+        blocks.zero_grad()
+        with blocks.no_sync():
+            _train(blocks)
+        time.sleep(late * dist.get_rank())
+        loss = _forward(blocks)
+        time.sleep(late / 5 * dist.get_rank())
+        loss.backward()
+        gradients.append({name: grad for name, grad in full_grads(blocks).items() if grad is not None})
+    return gradients
+
+
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_late_rank_is_waited_for(seconds: float) -> None:
+    for in_time, late in pool.run(2, _late, seconds):
+        assert len(in_time) == len(late) == 9
+        for name, grad in in_time.items():
+            assert torch.equal(grad, late[name])
+
+
+def _computes_otherwise() -> None:
+    """From the second step on rank 1, which compiles anew, uses other parameters of each unit, or fewer."""
+    blocks = _sharded(COMPILED)
+    for step, bias in enumerate(("bias", "other", "other", "", "")):
+        blocks.zero_grad()
+        x = X
+        for block in blocks:
+            x = block(x, bias if dist.get_rank() == 1 else "bias")
+        x.square().mean().backward()
+        with_gradient = {name.partition(".")[2] for name, grad in full_grads(blocks).items() if grad is not None}
+        assert with_gradient == {"up.weight", "down.weight", "bias", *(("other",) if bias == "other" else ())}, step
+
+
+def test_ranks_may_compile_apart_and_use_other_parameters_of_a_unit() -> None:
+    pool.run(2, _computes_otherwise)
+
+
+def _compared_later() -> str:
+    """As on a device where the host does not wait for each comparison."""
+    ranks = Agreement(another_group(dist.group.WORLD, "a test", backend="gloo"), at_once=False)
+    ranks.check(["gather"], host_waits=True)
+    ranks.check([f"gather of rank {dist.get_rank()}"])
+    with pytest.raises(RuntimeError) as error:
+        ranks.check(["reduce-scatter"], host_waits=True)
+    return str(error.value)
+
+
+def test_comparisons_that_are_put_off() -> None:
+    for message in pool.run(2, _compared_later):
+        assert "rank 0 in step 0: gather of rank 0\n    rank 1 in step 0: gather of rank 1\n" in message
+
+
+def _alone() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    blocks = fsdp.shard(build(_blocks), mesh=mesh["shards"])
+    with mock.patch.object(Agreement, "_compare", side_effect=AssertionError):
+        for _ in range(1 + dist.get_rank()):
+            _train(blocks)
+
+
+def test_a_rank_that_shards_alone_compares_nothing() -> None:
+    pool.run(2, _alone)
+
+
+def _left_by_rank_1() -> tuple[str, str]:
+    blocks = _sharded(UNCOMPILED)
+    _train(blocks)
+    if dist.get_rank() == 1:
+        os._exit(0)
+    with pytest.raises(RuntimeError) as error:
+        _train(blocks)
+    return str(error.value), str(error.value.__cause__)
+
+
+def test_a_rank_that_has_ended_is_told_of() -> None:
+    (message, cause), _ = pool.run(2, _left_by_rank_1, leaving=1)
+    assert message.startswith(
+        'fsdp_passes: rank 0, in step 1, is about to send: gather of unit "0" (256 x float32, from 0.bias on). '
+        "It waited for the other ranks to say the same, but one has ended"
+    )
+    assert "onnection" in cause  # gloo: "Connection closed by peer", or "Connection reset"
