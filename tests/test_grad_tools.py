@@ -63,6 +63,7 @@ def test_bench_compares_with_cat_in_the_same_round():
     assert last.split("  ")[-2:] == ["2.000 (0.800 to 2.800)", "3.000 (2.200 to 3.800)"]
 
 
+@pytest.mark.slow
 def test_gpu_check_measures_each_kind_on_a_cpu_too(tmp_path):
     flags = ["--device=cpu", "--small", "--codegen=fx", "--microbatches=2", "--repeats=1"]
     results, printed = run_tool("gpu_check.py", tmp_path, *flags)

@@ -7,6 +7,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from fsdp_passes.sharding.pending import PendingGrad
 from tests.dist import pool
 from tests.dist.models import build, whole
 
-NUM_MODELS, PLANS_PER_MODEL = 16, 20  # compiling a model is dear, another plan is not
+PLANS_PER_MODEL = 20  # compiling a model is dear, another plan is not
 VOCAB, ROWS = 5, 3
 PRECISIONS = {
     "none": None,
@@ -254,12 +255,13 @@ MICROBATCHES = st.builds(
 PLANS = st.lists(st.lists(MICROBATCHES, min_size=1, max_size=4), min_size=PLANS_PER_MODEL, max_size=PLANS_PER_MODEL)
 
 
-def test_every_grad_path_gives_the_gradients_of_cat() -> None:
+@pytest.mark.parametrize("num_models", [6, pytest.param(16, marks=pytest.mark.slow)])
+def test_every_grad_path_gives_the_gradients_of_cat(num_models: int) -> None:
     """A case is a model with a plan of microbatches; its gradients are compared after each of them."""
     cases = 0
 
     @settings(
-        max_examples=NUM_MODELS,
+        max_examples=num_models,
         derandomize=True,
         deadline=None,
         database=None,
@@ -275,4 +277,4 @@ def test_every_grad_path_gives_the_gradients_of_cat() -> None:
         cases += len(plans)
 
     check()
-    assert cases >= 300
+    assert cases >= 0.9 * num_models * PLANS_PER_MODEL
