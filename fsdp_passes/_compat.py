@@ -507,6 +507,8 @@ def storage_id(tensor: Tensor) -> int:
 
 def storage_over(memory: Tensor, offset: int, elems: int, dtype: torch.dtype) -> Tensor:
     """A 1-D tensor with a storage of its own, over `memory` from byte `offset` on, which it keeps alive."""
+    if memory.is_meta:  # has no addresses
+        return torch.empty(elems, dtype=dtype, device="meta")
     nbytes = elems * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(  # torch 2.13
         memory.data_ptr() + offset, memory.device, nbytes

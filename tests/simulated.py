@@ -31,7 +31,7 @@ class SimulatedGroup:
     version = 0
 
     def __init__(self, shard: Tensor) -> None:
-        self._shard = shard
+        self.shard = shard
         self.model = SimulatedModel(self)
         self.forwards = 0
         self.grads: dict[int, Tensor] = {}
@@ -41,10 +41,10 @@ class SimulatedGroup:
         self.reductions = self.finished = 0
 
     def gather(self, dtype: torch.dtype) -> Tensor:
-        return torch.cat([self._shard] * WORLD_SIZE).to(dtype)
+        return torch.cat([self.shard] * WORLD_SIZE).to(dtype)
 
     def empty_full(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(WORLD_SIZE * self._shard.numel(), dtype=dtype)
+        return torch.empty(WORLD_SIZE * self.shard.numel(), dtype=dtype)
 
     def issue_gather(self, full: Tensor) -> SimulatedWork:
         """The buffer holds NaN until it is waited for."""
@@ -54,7 +54,7 @@ class SimulatedGroup:
         full.copy_(self.gather(full.dtype))
 
     def reduce(self, full_grad: Tensor) -> Tensor:
-        return full_grad[: self._shard.numel()].to(self._shard.dtype)
+        return full_grad[: self.shard.numel()].to(self.shard.dtype)
 
     def wants_gradient(self) -> bool:
         return True

@@ -57,7 +57,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     if flags.backend != "fsdp_opt" and (flags.options or flags.dump or flags.by_block):
         parser.error(f"--options, --dump and --by-block: expected --backend fsdp_opt, got {flags.backend}")
     try:
-        flags.options = dict(_option(text) for text in flags.options)
+        flags.options = dict(option(text) for text in flags.options)
     except ValueError as error:
         parser.error(f"--options: {error}")
     if flags.dump:
@@ -79,7 +79,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def _option(text: str) -> tuple[str, object]:
+def option(text: str) -> tuple[str, object]:
     """`key=value`: the value as a Python literal where it is one, else as a string."""
     key, equals, value = text.partition("=")
     if not key or not equals:

@@ -67,8 +67,7 @@ class GraphReport:
     @property
     def live_at_peak(self) -> LiveBytes:
         """At the step at which most is live, values included."""
-        live = live_bytes(Memory.of([Call.alone(self.plan)], [self.plan.steps]))
-        return max(live, key=lambda each: each.total, default=LiveBytes())
+        return _most_live(Memory.of([Call.alone(self.plan)], [self.plan.steps]))
 
     def __str__(self) -> str:
         head = f"{self.direction}: {self.num_gathers} gathers, {len(self.plan.regions)} regions"
@@ -89,19 +88,38 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """Graphs, by number, that are known to run one after another, from a forward to the end of its backward."""
+    """Graphs that are known to run one after another, from a forward to the end of its backward.
+
+    graphs: their numbers. gathers: what each of them issues then, or keeps.
+    """
 
     graphs: tuple[int | None, ...]
-    num_gathers: int
-    num_kept: int
+    gathers: tuple[tuple[Gather, ...], ...]
     peak: Peak
+    live_at_peak: LiveBytes
+
+    @property
+    def num_kept(self) -> int:
+        return sum(gather.kept_from is not None for gathers in self.gathers for gather in gathers)
+
+    @property
+    def num_gathers(self) -> int:
+        """Those that communicate."""
+        return sum(map(len, self.gathers)) - self.num_kept
 
     def __str__(self) -> str:
         graphs = ", ".join("?" if graph is None else str(graph) for graph in self.graphs)
         return f"{graphs}: {self.num_gathers} gathers, {self.num_kept} kept, at most {self.peak.nbytes:,} B"
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "graphs": list(self.graphs), "peak": _peak_as_dict(self.peak)}
+        return {
+            "graphs": list(self.graphs),
+            "num_gathers": self.num_gathers,
+            "num_kept": self.num_kept,
+            "gathers": [[_gather_as_dict(gather) for gather in gathers] for gathers in self.gathers],
+            "peak": _peak_as_dict(self.peak),
+            "live_at_peak": asdict(self.live_at_peak),
+        }
 
 
 @dataclass(frozen=True)
@@ -138,14 +156,17 @@ def explain(model: nn.Module) -> Explanation:
 
 def _report_round(order: Order, graphs: Sequence[GraphReport]) -> RoundReport:
     numbers = {id(graph.plan): number for number, graph in enumerate(graphs)}
-    gathers = [step for steps in order.steps for step in steps if isinstance(step, Gather)]
-    num_kept = sum(gather.kept_from is not None for gather in gathers)
+    memory = Memory.of(with_owners(order.calls), order.steps)
     return RoundReport(
         tuple(numbers.get(id(call.plan)) for call in order.calls),
-        len(gathers) - num_kept,
-        num_kept,
-        peak_of(Memory.of(with_owners(order.calls), order.steps)),
+        tuple(tuple(step for step in steps if isinstance(step, Gather)) for steps in order.steps),
+        peak_of(memory),
+        _most_live(memory),
     )
+
+
+def _most_live(memory: Memory) -> LiveBytes:
+    return max(live_bytes(memory), key=lambda each: each.total, default=LiveBytes())
 
 
 def report(graph: fx.Graph, plan: Plan, declined: Sequence[Declined]) -> GraphReport:
@@ -169,6 +190,7 @@ def _gather_as_dict(gather: Gather) -> dict[str, Any]:
         "bytes": gather.nbytes,
         "offset": gather.offset,
         "stays": not gather.reshard,
+        "graphs_ahead": gather.ahead,
         "kept_from": gather.kept_from,
     }
 

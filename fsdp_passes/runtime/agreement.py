@@ -1,4 +1,4 @@
-"""Ranks compare what they are about to send, and send it only if it is the same.
+"""Ranks compare what they are about to send, and send it only if it is the same: on the CPU, that is.
 
 A collective pairs with whatever another rank sends. Another kind of collective hangs, another size aborts the process
 from gloo's thread, and an equal size of another unit mixes the two without an error. What is sent is compared as text,
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_passes.runtime.collectives import another_group, numbers_of_ranks, objects_of_ranks
+from fsdp_passes.runtime.collectives import another_group, is_dry_run, numbers_of_ranks, objects_of_ranks
 
 _MOST_UNCOMPARED = 10_000  # lines, where the host does not wait: evaluations are compared now and then, too
 
@@ -36,9 +36,10 @@ class Agreement:
         """Between the ranks of `group`, over a group of their own on the host.
 
         On the CPU each `check` compares. Elsewhere the host must not wait so often: what was sent is compared when a
-        window ends, where the host waits anyway. That has not run on a GPU yet.
+        window ends, where the host waits anyway; if what was sent hangs before, nobody gets there. That has not run
+        on a GPU yet.
         """
-        if group.size() == 1 or dist.get_backend(group) == "fake":  # a dry run has no other ranks
+        if group.size() == 1 or is_dry_run(group):
             return cls()
         return cls(another_group(group, "agreement", backend="gloo"), at_once=device.type == "cpu")
 
@@ -87,5 +88,6 @@ def difference(of_ranks: Mapping[int, tuple[int, Sequence[str]]]) -> str:
     found = [f"\n    rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} {what}" for what, ranks in ranks_of.items()]
     return (
         f"fsdp_passes: expected every rank to send the same, got{''.join(found)}\n"
-        "Every rank must use the same units, run as many forwards and backwards, and synchronise the same backwards."
+        "Every rank must use the same units, options and trained parameters, run as many forwards and backwards, and "
+        "synchronise the same backwards."
     )

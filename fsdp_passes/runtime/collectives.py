@@ -37,6 +37,11 @@ class Done:
         pass
 
 
+def is_dry_run(group: dist.ProcessGroup) -> bool:
+    """Whether the other ranks are not there: torch's "fake" backend sends nothing."""
+    return dist.get_backend(group) == "fake"
+
+
 def another_group(group: dist.ProcessGroup, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
     """A group of the same ranks, made once for each `purpose`: what is sent in one does not wait for another's.
 

@@ -20,20 +20,21 @@ class Streams:
 
     @cached_property
     def gather(self) -> Stream:
-        return Stream(torch.get_device_module(self._device))
+        return Stream(self._device)
 
     @cached_property
     def reduce(self) -> Stream:
-        return Stream(torch.get_device_module(self._device))
+        return Stream(self._device)
 
 
 class Stream:
-    def __init__(self, module: Any) -> None:
-        self._module, self._stream = module, module.Stream()
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
 
     def follow_compute(self) -> None:
         """What is given to this stream from now on starts once what was computed is over."""
-        self._stream.wait_stream(self._module.current_stream())
+        self._stream.wait_stream(self._module.current_stream(self._device))
 
     def current(self) -> AbstractContextManager[Any]:
         """What is given to the device meanwhile is given to this stream."""

@@ -127,7 +127,8 @@ class Timeline:
         if self._expected is not None and not self._expected.goes_on_with(self._calls):
             self._leave_order(self._expected)
         number, order = len(self._calls) - 1, self._expected
-        self.arena.reserve(order.nbytes if order else call.plan.peak.arena, call.model.device)
+        device = next(iter(call.groups.values())).shard.device
+        self.arena.reserve(order.nbytes if order else call.plan.arena_bytes, device)
         steps = order.steps_of(number, call) if order else call.plan.steps
         call.model.agreement.check(self._lines(number, steps))
         return Turn(self, number, steps)

@@ -80,7 +80,8 @@ def _lifetimes(memory: Memory) -> Iterator[tuple[str, Lifetime]]:
 
 def _of_sum(this: GradLife, memory: Memory) -> Iterator[tuple[str, Lifetime]]:
     """Several graphs that add to one sum: it is reduced when the whole backward ends."""
-    assert this.reduce is not None
+    if this.reduce is None:
+        return  # a rule refuses that
     waited = this.waits[0] if this.waits else len(memory.steps)
     same = [other for other in memory.sums if other.owner == this.owner]
     if len(same) > 1:
@@ -90,8 +91,10 @@ def _of_sum(this: GradLife, memory: Memory) -> Iterator[tuple[str, Lifetime]]:
     yield "reduced", Lifetime(this.reduce.nbytes, this.issue, waited)
     separate = [(position, each.nbytes) for position, each in this.slices if each.separate]
     for position, nbytes in separate:
-        yield "written", Lifetime(nbytes, position, this.issue + 1)  # the reduction concatenates them
-    if not separate:
+        yield "written", Lifetime(nbytes, position, this.issue)
+    if separate:
+        yield "written", Lifetime(this.reduce.nbytes, this.issue, this.issue + 1)  # with zeros, to be concatenated
+    else:
         yield "written", Lifetime(this.reduce.nbytes, this.start, this.issue)
 
 
@@ -110,13 +113,16 @@ def _of_values(call: Call, steps: list[Step]) -> Iterator[Lifetime]:
                     made[name] = _storage_bytes(node), 0
             for node, name in zip(results(graph), step.outputs, strict=True):
                 base = source(node)
-                storage_of[name] = storage_of.get(inputs[base]) if base in inputs else (step.region, base.name)
-                made.setdefault(storage_of[name], (_storage_bytes(base), position))
-        last |= {storage_of.get(name): position + 1 for name in drops(step)}
-    last |= {storage_of.get(name): len(steps) for name in call.plan.outputs if isinstance(name, str)}
+                if base not in inputs:
+                    storage_of[name] = step.region, base.name
+                    made.setdefault(storage_of[name], (_storage_bytes(base), position))
+                elif inputs[base] in storage_of:
+                    storage_of[name] = storage_of[inputs[base]]
+        last |= {storage_of[name]: position + 1 for name in drops(step) if name in storage_of}
+    last |= {storage_of[name]: len(steps) for name in call.plan.outputs if name in storage_of}
     for storage, end in last.items():
-        if storage in made and storage is not None:
-            yield Lifetime(made[storage][0], made[storage][1], end)
+        nbytes, start = made[storage]
+        yield Lifetime(nbytes, start, end)
 
 
 def _storage_bytes(node: fx.Node) -> int:

@@ -9,7 +9,7 @@ only. What a graph returns does not count.
 
 A reduction is waited for before the one that is issued `in_flight` reductions later, or at the end.
 
-An event stands before gathers, unless nothing was computed or released since the last: they read shards, which may have
+An event stands before gathers, unless nothing was computed, or let go, since the last: they read shards, which may have
 been edited before the graph, and take memory that was used.
 """
 
@@ -26,15 +26,14 @@ from fsdp_passes.schedule.arena import place
 from fsdp_passes.schedule.lifetime import Lifetime, Memory
 from fsdp_passes.schedule.live_bytes import peak_of
 from fsdp_passes.schedule.plan import (
-    Accumulate,
     Call,
     Event,
     Gather,
+    GradSlice,
     Owner,
     Plan,
     Reduce,
     Release,
-    Run,
     Step,
     Wait,
     WaitReduce,
@@ -59,14 +58,14 @@ def schedule(calls: Sequence[Call], in_flight: int | None) -> tuple[tuple[Step, 
 
 
 def _with_events(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps of one graph, with an event before gathers if anything was computed or released since the last."""
+    """The steps of one graph, with an event before gathers if anything was computed, or let go, since the last."""
     done: list[Step] = []
     ordered = False
     for step in steps:
         if isinstance(step, Gather) and step.kept_from is None and not ordered:
             done.append(Event())
             ordered = True
-        ordered = ordered and not isinstance(step, Run | Accumulate | Release)
+        ordered = ordered and isinstance(step, Event | Gather | GradSlice | Wait)
         done.append(step)
     return tuple(done)
 

@@ -134,9 +134,10 @@ Output = str | int | float | bool | None  # a str is a value's name
 class Peak:
     """The most bytes that steps own at once, for communication; the sum of gradients is not kept from before.
 
-    arena: one allocation, for gathered buffers; stay: of it, what stays gathered outside of the bound, at its most.
+    arena: one allocation, for gathered buffers; stay: of it, units with reshard_after_forward=False, at their most.
     Beside it, where these together are most: returned: gathered buffers that are results; written: sums of gradients
-    that are still being written; reduced: those that are complete, and under way.
+    that are still being written; reduced: those that are complete, and under way. What a reduction leaves, this rank's
+    part of a sum, is not in it.
     """
 
     arena: int = 0
@@ -204,6 +205,10 @@ class Plan:
             found.append(this)
         return *found, (None, ("release", *sorted(freed)))
 
+    @cached_property
+    def arena_bytes(self) -> int:
+        return bytes_of_slots(self.steps)
+
     @property
     def reductions(self) -> tuple[Reduce, ...]:
         return tuple(step for step in self.steps if isinstance(step, Reduce))
@@ -230,8 +235,9 @@ class Call:
         for each in (step for step in plan.steps if isinstance(step, Gather)):
             num_others = sum(unit == each.unit for unit, _ in owners.values())
             owners.setdefault(each.shard, (each.unit, num_others))
-        for step in plan.reductions:
-            owners.setdefault(step.shard, (step.shard, 0))
+        for step in plan.steps:
+            if isinstance(step, GradSlice | Accumulate | Reduce):
+                owners.setdefault(step.shard, (step.shard, 0))
         return cls(plan, owners)
 
 

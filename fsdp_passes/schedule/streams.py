@@ -14,14 +14,16 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
 from fsdp_passes.schedule.lifetime import BrokenSchedule, Memory
-from fsdp_passes.schedule.plan import Release, Run
-from fsdp_passes.schedule.plan_text import step_line
+from fsdp_passes.schedule.plan import Accumulate, Reduce, Release, Run, WaitReduce
+
+_COMPUTES = (Accumulate, Reduce, Release, Run, WaitReduce)
 
 
 @dataclass(frozen=True)
 class Access:
-    """Of bytes `first` to `end` of a memory, by the step at `position`, between two positions of what is computed."""
+    """To bytes `first` to `end` of a memory, by the step at `position`, between two positions of what is computed."""
 
+    what: str
     position: int
     begin: float
     done: float
@@ -46,38 +48,44 @@ def accesses_are_ordered(memory: Memory) -> None:
         for access in sorted(accesses, key=lambda each: each.begin):
             under_way = [other for other in under_way if other.done >= access.begin]
             for other in filter(access.races, under_way):
-                earlier, later = sorted((access, other), key=lambda each: each.position)
-                line = step_line(memory.steps[max(earlier.position, 0)][1]).strip()
-                raise BrokenSchedule(later.position, f"nothing orders it and '{line}', which use the same memory")
+                earlier, later = sorted((other, access), key=lambda each: each.position)
+                raise BrokenSchedule(later.position, f"nothing orders {earlier.what} and {later.what}")
             under_way.append(access)
 
 
 def _of_buffers(memory: Memory) -> Iterator[tuple[Hashable, Access]]:
     """Gathers write what regions read; what is released is nobody's. Memory of its own was the compute stream's."""
-    runs = [position for position, (_, step) in enumerate(memory.steps) if isinstance(step, Run)]
     for number, life in enumerate(memory.lives):
         where: Hashable = ("returned", number) if life.returned else "arena"
-        first = life.gather.offset or 0
+        first, name = life.gather.offset or 0, life.gather.buffer
         span = first, first + life.gather.nbytes
+        if life.returned:
+            before = _last_computed(memory, life.issue)
+            yield where, Access(f"what had the memory of {name}", life.issue, before, before, True, *span)
         if life.sends:
-            yield where, Access(life.issue, life.after, _first(life.waits), True, *span)
+            gather = f"the gather of {name}"
+            yield where, Access(gather, life.issue, life.after, _first(life.waits), True, *span)
         for position in life.reads:
-            yield where, Access(position, position, position, False, *span)
+            yield where, Access(f"a read of {name}", position, position, position, False, *span)
         for position in life.ends:
             if isinstance(memory.steps[position][1], Release):
-                yield where, Access(position, position, position, True, *span)
-        if life.returned:
-            before = max((run for run in runs if run < life.issue), default=-math.inf)
-            yield where, Access(life.issue, before, before, True, *span)
+                yield where, Access(f"the release of {name}", position, position, position, True, *span)
+
+
+def _last_computed(memory: Memory, position: int) -> float:
+    """The last step before `position` that computes, or lets go of memory."""
+    steps = (before for before in reversed(range(position)) if isinstance(memory.steps[before][1], _COMPUTES))
+    return next(steps, -math.inf)
 
 
 def _of_gradients(memory: Memory) -> Iterator[tuple[Hashable, Access]]:
     """Regions write the sums of gradients; reductions work in place."""
     for number, each in enumerate(memory.sums):
         for position in each.writes:
-            yield ("sum", number), Access(position, position, position, True)
+            yield ("sum", number), Access(f"a gradient of {each.owner[0]}", position, position, position, True)
         if each.reduce is not None:
-            yield ("sum", number), Access(each.issue, each.issue, _first(each.waits), True)
+            reduction = f"the reduction of {each.owner[0]}"
+            yield ("sum", number), Access(reduction, each.issue, each.issue, _first(each.waits), True)
 
 
 def _of_shards(memory: Memory) -> Iterator[tuple[Hashable, Access]]:
@@ -87,10 +95,10 @@ def _of_shards(memory: Memory) -> Iterator[tuple[Hashable, Access]]:
     """
     starts = {call: position for position, (call, _) in reversed(list(enumerate(memory.steps)))}
     for life in (life for life in memory.lives if life.sends):
-        start = starts[life.call]
-        where = "shard", life.call, life.owner, life.issue
-        yield where, Access(start, start - 0.5, start - 0.5, True)
-        yield where, Access(life.issue, life.after, _first(life.waits), False)
+        start, where = starts[life.call] - 0.5, ("shard", life.issue)
+        yield where, Access("an edit of its shard before the graph", life.issue, start, start, True)
+        gather = f"the gather of {life.gather.buffer}"
+        yield where, Access(gather, life.issue, life.after, _first(life.waits), False)
 
 
 def _first(waits: list[int]) -> float:

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 class ShardedModel:
     """State of one sharded model."""
 
-    def __init__(self, device: torch.device, agreement: Agreement, input_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, device: torch.device, agreement: Agreement, streams: Streams, input_dtype: torch.dtype | None = None
+    ) -> None:
         self.device = device  # where values are, or belong while the shards are on the meta device
-        self.streams = Streams(device)
+        self.streams = streams
         self.agreement = agreement
         self.input_dtype = input_dtype  # cast the root's floating inputs to it; None: leave them
         self.groups: list[FlatGroup] = []

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_passes._compat import running_backward, skip_frame, traced_functions
+from fsdp_passes.runtime.collectives import is_dry_run
 from fsdp_passes.sharding.model import ShardedModel
 from fsdp_passes.sharding.param import NeedsWholeParameter, ShardedParam
 
@@ -37,7 +38,7 @@ class Read:
     def __init__(self, group: FlatGroup, index: int) -> None:
         self.group, self.index = group, index
         self.shard, self.param = group.shard, group.params[index]
-        self.world_size = group.layout.world_size
+        self.world_size, self.is_dry_run = group.layout.world_size, is_dry_run(group.process_group)
         self.dtype = group.compute_dtype
         self.reshard, self.reduce_dtype = group.reshard, group.reduce_dtype
         self.sizes = group.layout.sizes
@@ -52,7 +53,7 @@ class Read:
         return full.split_with_sizes(self.sizes)[self.piece].view(self.shape)
 
     def check_values(self) -> None:
-        if self.shard.device.type == "meta":  # `is_meta` would be a node of the graph
+        if not self.is_dry_run and self.shard.device.type == "meta":  # `is_meta` would be a node of the graph
             raise RuntimeError(
                 "fsdp_passes: expected a model with values in forward, got one on the meta device; call "
                 "fsdp_passes.load_full_state_dict(model, state_dict), or with None for initial values"

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_passes.runtime.agreement import Agreement
 from fsdp_passes.runtime.collectives import broadcast_from, scatter_from
+from fsdp_passes.runtime.streams import Streams
 from fsdp_passes.sharding.checks import check_model, check_types, device_of_values, resolve_mesh
 from fsdp_passes.sharding.group import FlatGroup
 from fsdp_passes.sharding.layout import Layout, align_elems, plan_layout
@@ -58,7 +59,8 @@ def shard(
 
     device = device or _own_device(mesh)
     agreement = Agreement.among(mesh.get_group(), device)
-    state = ShardedModel(device, agreement, precision.param if precision.cast_inputs else None)
+    streams = Streams(device if mesh.size() > 1 else torch.device("cpu"))  # one rank sends nothing
+    state = ShardedModel(device, agreement, streams, precision.param if precision.cast_inputs else None)
     classes: dict[Any, type] = {}
     for module in target.modules():
         _change_class(module, state, module is target, classes)

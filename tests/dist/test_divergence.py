@@ -218,14 +218,14 @@ class TestText(expecttest.TestCase):
 fsdp_passes: expected every rank to send the same, got
     ranks 0, 2 in step 1: gather of unit "1" (288 x float32, from 1.bias on)
     rank 1 in step 1: gather of unit "2" (288 x float32, from 2.bias on)
-Every rank must use the same units, run as many forwards and backwards, and synchronise the same backwards.""")
+Every rank must use the same units, options and trained parameters, run as many forwards and backwards, and synchronise the same backwards.""")
 
     def test_of_a_reduction_of_parameters(self) -> None:
         self.assertExpectedInline(_message(2, Case(clips, UNCOMPILED)), """\
 fsdp_passes: expected every rank to send the same, got
     rank 0 in step 1: gather of unit "0" (256 x float32, from 0.bias on)
     rank 1 in step 1: norm, sum or other reduction of parameters (12 x float32, from 0.bias on)
-Every rank must use the same units, run as many forwards and backwards, and synchronise the same backwards.""")
+Every rank must use the same units, options and trained parameters, run as many forwards and backwards, and synchronise the same backwards.""")
 
     def test_of_the_end_of_a_backward(self) -> None:
         case = Case(runs_more_microbatches, COMPILED, None, {"accumulate_bytes": 0})
@@ -233,14 +233,14 @@ Every rank must use the same units, run as many forwards and backwards, and sync
 fsdp_passes: expected every rank to send the same, got
     rank 0 in step 0: all-reduce at the end of a synchronised backward (12 parameters)
     rank 1 in step 0: forward gather of unit "0" (256 x float32, from 0.bias on)
-Every rank must use the same units, run as many forwards and backwards, and synchronise the same backwards.""")
+Every rank must use the same units, options and trained parameters, run as many forwards and backwards, and synchronise the same backwards.""")
 
     def test_of_a_step_alone(self) -> None:
         self.assertExpectedInline(difference({0: (2, ["gather"]), 4: (3, ["gather"]), 5: (2, ["gather"])}), """\
 fsdp_passes: expected every rank to send the same, got
     ranks 0, 5 in step 2: gather
     rank 4 in step 3: gather
-Every rank must use the same units, run as many forwards and backwards, and synchronise the same backwards.""")
+Every rank must use the same units, options and trained parameters, run as many forwards and backwards, and synchronise the same backwards.""")
 
 
 def _late(seconds: float) -> list[dict[str, Tensor]]:

@@ -133,7 +133,9 @@ def _bytes_at_reductions(in_flight: int | None) -> dict[str, list[int]]:
     (order,) = Timeline.of(sharded_state(model)).orders
     memory = Memory.of(with_owners(order.calls), order.steps)
     at_reductions = [live for live, (_, step) in zip(live_bytes(memory), memory.steps, strict=True) if type(step) is Reduce]
-    return {"got": got, "planned": [live.written + live.reduced for live in at_reductions]}
+    (known,) = fsdp.explain(model).rounds
+    planned = [live.written + live.reduced for live in at_reductions]
+    return {"got": got, "planned": planned, "peak": [known.peak.nbytes, sharded_state(model).timeline.arena.nbytes]}
 
 
 def main(world_size: int) -> None:
@@ -172,6 +174,8 @@ def test_sums_of_gradients_take_what_the_plan_says_at_each_reduction(world_size:
     at = measured(world_size)[2][BOUNDS.index(bound)]
     under_way = LAYERS if bound is None else bound
     assert at["planned"] == [min(number, under_way) * UNIT_BYTES for number in range(1, LAYERS + 1)]
-    of_gloo = under_way * UNIT_BYTES if world_size > 1 else 0  # its copies of what is under way
+    peak, arena = at["peak"]
+    assert peak == arena + max(at["planned"]) + (UNIT_BYTES if bound else 0)  # they are under way while the next is written
+    of_gloo = under_way * UNIT_BYTES + arena if world_size > 1 else 0  # its copies of what is under way, gathers too
     for got, planned in zip(at["got"], at["planned"], strict=True):
         assert planned <= got <= planned + of_gloo + SLACK_BYTES

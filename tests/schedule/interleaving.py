@@ -84,7 +84,7 @@ class Machine:
         self.adds: dict[int, set[int]] = defaultdict(set)
         self.reads: dict[int, list[tuple[int, object]]] = defaultdict(list)
         self._starts = {call: at for at, (call, _) in reversed(list(enumerate(self.steps)))}
-        self._event, self._last_run = -1, -1
+        self._event, self._last_computed = -1, -1
         self._buffers: dict[tuple[int, str], Life] = {}
         self._sums: dict[tuple[int, str], int] = {}
         self._slices: dict[tuple[int, str], int] = {}
@@ -95,6 +95,8 @@ class Machine:
             self._add(at, call, step)
 
     def _add(self, at: int, call: int, step: Step) -> None:
+        if not isinstance(step, Event | Gather | GradSlice | Wait):
+            self._last_computed = at
         match step:
             case Event():
                 self._event = at
@@ -104,7 +106,6 @@ class Machine:
                 life = self._buffers[call, buffer]
                 life.wait, self.waits[at] = at, life.sent
             case Run():
-                self._last_run = at
                 for name in step.inputs:
                     self.reads[at] += self._buffers[call, name].pieces if (call, name) in self._buffers else []
                     self.adds[at] |= {self._slices[call, name]} if (call, name) in self._slices else set()
@@ -121,7 +122,7 @@ class Machine:
         owner = self.calls[call + step.ahead].owners[step.shard]
         if step.offset is None:
             pieces: list[tuple[int, object]] = [(self._place(), owner)]
-            self.spoils[self._last_run].append(pieces[0][0])  # until then the memory was compute's
+            self.spoils[self._last_computed].append(pieces[0][0])  # until then the memory was compute's
         else:
             inside = {a: place for (a, b), place in self._arena.items() if _span(step)[0] <= a and b <= _span(step)[1]}
             pieces = [(place, (owner, a - step.offset)) for a, place in inside.items()]

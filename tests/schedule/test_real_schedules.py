@@ -31,21 +31,23 @@ def _llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], int, bool]] = {  # in_flight, reshard_after_forward
-    "llama": (_llama, 2, True),
-    "net": (lambda: Net(blocks=3), 3, True),
-    "tied": (lambda: Net(tied=True), 2, True),
-    "stays": (lambda: Net(checkpointing=True), 1, False),
-    "block by block": (lambda: Net(blocks=3), 2, True),
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # in_flight
+    "llama": (_llama, 2),
+    "net": (lambda: Net(blocks=3), 3),
+    "tied": (lambda: Net(tied=True), 2),
+    "stays": (lambda: Net(checkpointing=True), 1),
+    "block by block": (lambda: Net(blocks=3), 2),
+    "concatenated": (Net, 2),
 }
 
 
 def _learnt(name: str) -> list[tuple[str, dict[str, tuple[str, int]]]]:
     """Of each graph of a round its plan, as text, and to whom its shards belong."""
-    make, in_flight, reshard = MODELS[name]
-    model: Any = fsdp.shard(build(make), reshard_after_forward=reshard)
+    make, in_flight = MODELS[name]
+    model: Any = fsdp.shard(build(make), reshard_after_forward=name != "stays")
+    options = {"codegen": "fx", "in_flight": in_flight, "grad_path": "cat" if name == "concatenated" else "views"}
     for each in model.blocks if name == "block by block" else [model]:
-        each.compile(backend="fsdp_opt", options={"codegen": "fx", "in_flight": in_flight})
+        each.compile(backend="fsdp_opt", options=options)
     for _ in range(2):
         out = model(TOKENS)
         getattr(out, "logits", out).sum().backward()

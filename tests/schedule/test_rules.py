@@ -13,7 +13,19 @@ from hypothesis import given, settings
 
 from fsdp_passes.ir.verify import VerifyError
 from fsdp_passes.schedule.order import schedule
-from fsdp_passes.schedule.plan import Accumulate, Call, Gather, GradSlice, Plan, Release, Run, Step, Wait, WaitReduce
+from fsdp_passes.schedule.plan import (
+    Accumulate,
+    Call,
+    Event,
+    Gather,
+    GradSlice,
+    Plan,
+    Release,
+    Run,
+    Step,
+    Wait,
+    WaitReduce,
+)
 from fsdp_passes.schedule.rules import verify_schedule
 from tests.schedule.interleaving import Machine, TooMany, Wrong
 from tests.schedule.simulation import Simulation, cases, owners_of
@@ -23,7 +35,7 @@ Schedule = tuple[tuple[Step, ...], ...]
 
 
 def mutants(steps: Schedule) -> Iterator[Schedule]:
-    """Each step that does not compute deleted, doubled, moved by one, swapped with the next like it; a place moved."""
+    """Each step that does not compute deleted, doubled, moved by one, or swapped with the next like it; places, too."""
     for call, own in enumerate(steps):
         for at, step in enumerate(own):
             if isinstance(step, Run | GradSlice | Accumulate):
@@ -31,6 +43,11 @@ def mutants(steps: Schedule) -> Iterator[Schedule]:
             for instead in ([], [step, step], *([change] for change in _changes(step))):
                 yield *steps[:call], (*own[:at], *instead, *own[at + 1 :]), *steps[call + 1 :]
             following = next((i for i in range(at + 1, len(own)) if type(own[i]) is type(step)), at)
+            if isinstance(step, Gather) and isinstance(other_gather := own[following], Gather):
+                places = list(own)
+                places[at] = replace(step, offset=other_gather.offset)
+                places[following] = replace(other_gather, offset=step.offset)
+                yield *steps[:call], tuple(places), *steps[call + 1 :]
             for other in {at - 1, at + 1, following} & set(range(len(own))) - {at}:
                 swapped = list(own)
                 swapped[at], swapped[other] = own[other], own[at]
@@ -150,6 +167,37 @@ buffers_are_waited_for_once: b is used before its wait
   graph 0 release a
   graph 0 event   gathers after compute
   graph 0 issue   c: f32[128] = gather(s_c) of "c" at 0""",
+        )
+
+    def test_nothing_orders_a_gather(self) -> None:
+        plan = plan_of(THREE)
+        (steps,) = schedule([Call.alone(plan)], 2)
+        at = [number for number, step in enumerate(steps) if isinstance(step, Event)]
+        messages = []
+        for bound, number in ((2, at[0]), (None, at[1])):
+            with pytest.raises(VerifyError) as caught:
+                verify_schedule([Call.alone(plan)], [(*steps[:number], *steps[number + 1 :])], bound, 1)
+            messages.append(str(caught.value))
+        self.assertExpectedInline(
+            "\n".join(messages),
+            """\
+accesses_are_ordered: nothing orders the gather of a and an edit of its shard before the graph
+  rule: Of two accesses to the same memory, one of them a write, one is over before the other begins, on any stream.
+  after: schedule
+> graph 0 issue   a: f32[128] = gather(s_a) of "a" at 0
+  graph 0 issue   b: f32[128] = gather(s_b) of "b" at 512
+  graph 0 wait    a
+  graph 0 run     region_0(a)
+accesses_are_ordered: nothing orders the gather of a and the gather of c
+  rule: Of two accesses to the same memory, one of them a write, one is over before the other begins, on any stream.
+  after: schedule
+  graph 0 wait    a
+  graph 0 run     region_0(a)
+  graph 0 release a
+> graph 0 issue   c: f32[128] = gather(s_c) of "c" at 0
+  graph 0 wait    b
+  graph 0 run     region_0(b)
+  graph 0 release b""",
         )
 
 
