@@ -149,7 +149,6 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     forever = datetime.timedelta(hours=1)  # the caller's timeout is the one that counts
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=forever)
-    gc.freeze()  # what torch made at its start is not looked at again before each call
     with contextlib.suppress(EOFError):
         pipe.send_bytes(pickle.dumps((None, rank)))
         while True:
@@ -179,3 +178,4 @@ def _reset() -> None:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.collect()
+    gc.freeze()  # what is left, of torch mostly, is not looked at again
