@@ -94,7 +94,7 @@ class Use:
     released: set[str] = field(default_factory=set)
     end: int | None = None
     next: Use | None = None  # takes over the buffers
-    stayed: bool = False  # it is the next of one that stays
+    stayed: bool = False  # all that it releases was there, of a unit that stays
 
     @property
     def reshards(self) -> bool:
@@ -177,12 +177,13 @@ def choose_issues(line: _Line, bound: float) -> list[Issue]:
             use, num_live = queue[0], sum(each.counts_at(position) for each in live)
             holder = next((each for each in live if each.unit == use.unit), None)
             if holder and holder.next is None and holder.has_all_of(use):
-                holder.next = use
+                holder.next, use.stayed = use, True
             elif use.end is None and (num_live < bound or use.start == position):
                 issues.append(Issue(use, position))
             elif use.end is not None and holder is None and num_live < bound:
                 source = next((each for each in free if each.unit == use.unit and each.next is None), None)
                 issues.append(Issue(use, position, source))
+                use.stayed = len(_taken_over(issues[-1])) == len(use.released)
                 live.append(use)
             else:
                 break

@@ -252,6 +252,39 @@ release a
         return ()""",
         )
 
+    def test_what_stays_takes_no_place_though_a_result_was_gathered_in_between(self) -> None:
+        first = plan_of("keep a\nrun\nkeep a.2\nrun\nrelease a\ngather c\nrun\nrelease c")  # it returns a.2
+        second = plan_of("run\nkeep a\nrun\nrelease a\ngather b\nrun\nrelease b")
+        self.assertExpectedInline(
+            texts([first, second], 1),
+            """\
+fwd (s_a, s_c)
+event   gathers after compute
+issue   a: f32[128] = gather(s_a) of "a" at 0, stays
+wait    a
+issue   a_2: f32[128] = gather(s_a) of "a", stays
+issue   c: f32[128] = gather(s_c) of "c" at 512
+run     region_0(a)
+wait    a_2
+run     region_0(a, a_2)
+        a: f32[128] = gather(s_a) of "a" at 0, stays, kept from a, graphs ahead: 1
+wait    c
+run     region_0(a_2, c)
+release c
+event   gathers after compute
+issue   b: f32[128] = gather(s_b) of "b" at 512, graphs ahead: 1
+        return ()
+fwd (s_a, s_b)
+run     region_0()
+wait    a
+run     region_0(a)
+release a
+wait    b
+run     region_0(b)
+release b
+        return ()""",
+        )
+
     def test_reductions_are_waited_for_as_late_as_the_bound_allows(self) -> None:
         first, second = plan_of("run\nreduce a\nrun\nreduce b"), plan_of("run\nreduce c\nrun")
         self.assertExpectedInline(
