@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from bench import positive
-from train import option
-from transformers import LlamaConfig, LlamaForCausalLM
+from train import llama_config, option
+from transformers import LlamaForCausalLM
 
 import fsdp_passes as fsdp
 from fsdp_passes.inspect.explain import Explanation
@@ -45,17 +45,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
 def build(flags: argparse.Namespace) -> LlamaForCausalLM:
     """An untied Llama on the meta device."""
-    config = LlamaConfig(
-        vocab_size=flags.vocab,
-        hidden_size=flags.hidden,
-        intermediate_size=flags.intermediate,
-        num_hidden_layers=flags.layers,
-        num_attention_heads=flags.heads,
-        num_key_value_heads=flags.kv_heads,
-        max_position_embeddings=flags.seq,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    config = llama_config(flags, flags.vocab)
+    config.use_cache = False
     with torch.device("meta"):
         return LlamaForCausalLM(config)
 

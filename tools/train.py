@@ -90,11 +90,10 @@ def option(text: str) -> tuple[str, object]:
         return key, value
 
 
-def build_model(flags: argparse.Namespace) -> LlamaForCausalLM:
-    """An untied fp32 Llama, equal on all ranks: the seed alone decides its values."""
-    torch.manual_seed(flags.seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+def llama_config(flags: argparse.Namespace, vocab_size: int) -> LlamaConfig:
+    """An untied Llama of the sizes in `flags`."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
         hidden_size=flags.hidden,
         intermediate_size=flags.intermediate,
         num_hidden_layers=flags.layers,
@@ -104,7 +103,12 @@ def build_model(flags: argparse.Namespace) -> LlamaForCausalLM:
         tie_word_embeddings=False,
         attn_implementation="sdpa",
     )
-    model = LlamaForCausalLM(config)
+
+
+def build_model(flags: argparse.Namespace) -> LlamaForCausalLM:
+    """In fp32, equal on all ranks: the seed alone decides its values."""
+    torch.manual_seed(flags.seed)
+    model = LlamaForCausalLM(llama_config(flags, VOCAB_SIZE))
     if flags.checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

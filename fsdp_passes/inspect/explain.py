@@ -57,7 +57,7 @@ class GraphReport:
 
     @property
     def direction(self) -> str:
-        """ "fwd" or "bwd"."""
+        """Either "fwd" or "bwd"."""
         return self.plan.direction
 
     @property

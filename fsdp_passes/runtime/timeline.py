@@ -23,14 +23,7 @@ from fsdp_passes._compat import queue_backward_callback, running_backward, warn_
 from fsdp_passes.runtime.arena import Arena
 from fsdp_passes.runtime.collectives import Done
 from fsdp_passes.runtime.order import GraphCall, Order
-from fsdp_passes.schedule.plan import (
-    Event,
-    Gather,
-    Reduce,
-    Step,
-    Wait,
-    WaitReduce,
-)
+from fsdp_passes.schedule.plan import Event, Gather, Reduce, Step, Wait, WaitReduce
 from fsdp_passes.sharding.group import FlatGroup
 from fsdp_passes.sharding.model import ShardedModel
 from fsdp_passes.sharding.poison import poison

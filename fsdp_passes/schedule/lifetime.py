@@ -5,7 +5,7 @@ Positions count the steps of all graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fsdp_passes.schedule.plan import (
@@ -65,8 +65,9 @@ class Life:
     def sends(self) -> bool:
         return self.gather.kept_from is None
 
-    def is_live(self, position: int) -> bool:
-        return self.issue <= position and not (self.ends and self.ends[0] <= position)
+    def has_ended(self, position: float) -> bool:
+        """Whether it was let go before `position`, or there."""
+        return bool(self.ends) and self.ends[0] <= position
 
     def counts_at(self, position: int) -> bool:
         """Whether it takes a place while it is live: one that stays only until it is waited for, if it was not kept."""
@@ -108,13 +109,6 @@ class Memory:
             for step in own_steps:
                 walk.add(call, step)
         return walk.memory
-
-    def issues(self) -> Iterator[tuple[Life, list[Life]]]:
-        """Each buffer that no graph returns, and all of them that are live when it is issued, itself included."""
-        live: list[Life] = []
-        for life in (life for life in self.lives if not life.returned):
-            live = [*(other for other in live if other.is_live(life.issue)), life]
-            yield life, live
 
 
 class _Walk:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 from torch import Tensor, fx
 
@@ -42,17 +43,11 @@ class LiveBytes:
 
 def live_bytes(memory: Memory) -> list[LiveBytes]:
     """What is live while each step is done."""
-    num_steps = len(memory.steps)
-    changes = {each.name: [0] * (num_steps + 1) for each in fields(LiveBytes)}
-    for kind, lifetime in _lifetimes(memory):
-        changes[kind][lifetime.start] += lifetime.nbytes
-        changes[kind][lifetime.end] -= lifetime.nbytes
-    levels = {kind: list(accumulate(deltas)) for kind, deltas in changes.items()}
-    return [LiveBytes(**{kind: level[step] for kind, level in levels.items()}) for step in range(num_steps)]
+    return _at_each_step(memory, [*_of_communication(memory), *_of_values(memory)])
 
 
 def peak_of(memory: Memory) -> Peak:
-    live = live_bytes(memory)
+    live = _at_each_step(memory, _of_communication(memory))
     most = max(live, key=lambda each: each.beside_arena, default=LiveBytes())
     return Peak(
         arena=bytes_of_slots(step for _, step in memory.steps),
@@ -63,19 +58,23 @@ def peak_of(memory: Memory) -> Peak:
     )
 
 
-def _lifetimes(memory: Memory) -> Iterator[tuple[str, Lifetime]]:
-    end = len(memory.steps)
+def _at_each_step(memory: Memory, lifetimes: Iterable[tuple[str, Lifetime]]) -> list[LiveBytes]:
+    """`lifetimes` by what they are for."""
+    num_steps = len(memory.steps)
+    changes = {each.name: [0] * (num_steps + 1) for each in fields(LiveBytes)}
+    for kind, lifetime in lifetimes:
+        changes[kind][lifetime.start] += lifetime.nbytes
+        changes[kind][lifetime.end] -= lifetime.nbytes
+    levels = {kind: list(accumulate(deltas)) for kind, deltas in changes.items()}
+    return [LiveBytes(**{kind: level[step] for kind, level in levels.items()}) for step in range(num_steps)]
+
+
+def _of_communication(memory: Memory) -> Iterator[tuple[str, Lifetime]]:
     for life in memory.lives:
         kind = "returned" if life.returned else "gathered" if life.gather.reshard else "stay"
-        yield kind, Lifetime(life.gather.nbytes, life.issue, life.ends[0] if life.ends else end)
+        yield kind, Lifetime(life.gather.nbytes, life.issue, life.ends[0] if life.ends else len(memory.steps))
     for each in memory.sums:
         yield from _of_sum(each, memory)
-    start = 0
-    for number, call in enumerate(memory.calls):
-        steps = [step for which, step in memory.steps if which == number]
-        for lifetime in _of_values(call, steps):
-            yield "values", replace(lifetime, start=start + lifetime.start, end=start + lifetime.end)
-        start += len(steps)
 
 
 def _of_sum(this: GradLife, memory: Memory) -> Iterator[tuple[str, Lifetime]]:
@@ -98,7 +97,16 @@ def _of_sum(this: GradLife, memory: Memory) -> Iterator[tuple[str, Lifetime]]:
         yield "written", Lifetime(this.reduce.nbytes, this.start, this.issue)
 
 
-def _of_values(call: Call, steps: list[Step]) -> Iterator[Lifetime]:
+def _of_values(memory: Memory) -> Iterator[tuple[str, Lifetime]]:
+    start = 0
+    for number, numbered in groupby(memory.steps, key=itemgetter(0)):
+        steps = [step for _, step in numbered]
+        for lifetime in _of_values_of_graph(memory.calls[number], steps):
+            yield "values", replace(lifetime, start=start + lifetime.start, end=start + lifetime.end)
+        start += len(steps)
+
+
+def _of_values_of_graph(call: Call, steps: Sequence[Step]) -> Iterator[Lifetime]:
     """Storages of a graph's values, each from where it is made, or the start, to where its last alias is dropped."""
     storage_of: dict[str, Hashable] = {}
     made: dict[Hashable, tuple[int, int]] = {}  # bytes, and where

@@ -60,7 +60,7 @@ def no_more_units_are_live_than_the_bound(memory: Memory, bound: float) -> None:
         live.append(life)
         if not life.sends:
             continue  # it takes the place of the one that it is kept from
-        live = [other for other in live if not (other.ends and other.ends[0] <= life.after)]
+        live = [other for other in live if not other.has_ended(life.after)]
         units = sorted({other.owner[0] for other in live if other.counts_at(life.issue)})
         if len(units) > bound:
             raise BrokenSchedule(life.issue, f"units {', '.join(units)} are live, expected at most {bound}")
@@ -68,10 +68,13 @@ def no_more_units_are_live_than_the_bound(memory: Memory, bound: float) -> None:
 
 def live_buffers_do_not_overlap(memory: Memory) -> None:
     """Two buffers that are live at the same time have no byte in common."""
-    for life, live in memory.issues():
-        for other in live[:-1]:
+    live: list[Life] = []
+    for life in (life for life in memory.lives if not life.returned):
+        live = [other for other in live if not other.has_ended(life.issue)]
+        for other in live:
             if _overlap(life.gather, other.gather):
                 raise BrokenSchedule(life.issue, f"{life.gather.buffer} overlaps {other.gather.buffer}, which is live")
+        live.append(life)
 
 
 def _overlap(one: Gather, other: Gather) -> bool:
