@@ -28,6 +28,8 @@ class Options:
         Units beyond it reduce in every backward, under no_sync() too.
     in_flight: most units that are gathered at once, in use or ahead of it; also most reductions under way. None: no
         bound.
+    keep_gathered_bytes: units that fill so many bytes best stay gathered from one microbatch of a window to the next,
+        beside `in_flight`.
     wgrad: "round" rounds a weight's gradient to the compute dtype before it is added up; "fp32" adds products up in
         fp32, unrounded.
     codegen: "inductor" compiles what lies between two communications; "fx" runs the captured operators one by one.
@@ -40,6 +42,7 @@ class Options:
     grad_path: str = "views"
     accumulate_bytes: int | None = None
     in_flight: int | None = 2
+    keep_gathered_bytes: int = 0
     wgrad: str = "round"
     codegen: str = "inductor"
     verify: int = 1
@@ -65,6 +68,9 @@ class Options:
         in_flight = given.get("in_flight", cls.in_flight)
         if in_flight is not None and (type(in_flight) is not int or in_flight < 1):
             raise ValueError(f"options['in_flight']: expected None or a number of units from 1 on, got {in_flight!r}")
+        kept = given.get("keep_gathered_bytes", cls.keep_gathered_bytes)
+        if type(kept) is not int or kept < 0:
+            raise ValueError(f"options['keep_gathered_bytes']: expected a number of bytes, got {kept!r}")
         if given.get("wgrad") == "fp32" and given.get("grad_path") == "cat":
             raise ValueError("options['wgrad']: expected 'round' with grad_path='cat', which has no slices, got 'fp32'")
         dump_dir = given.pop("dump_dir", None)

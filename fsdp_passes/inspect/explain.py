@@ -13,7 +13,7 @@ from fsdp_passes._compat import dtype_names
 from fsdp_passes.ir.nodes import calls, operand
 from fsdp_passes.ir.ops import GRAD_MM, unit_of
 from fsdp_passes.ir.passes import Declined
-from fsdp_passes.runtime.order import Order, with_owners
+from fsdp_passes.runtime.order import Order, as_scheduled
 from fsdp_passes.runtime.timeline import Timeline
 from fsdp_passes.schedule.lifetime import Memory
 from fsdp_passes.schedule.live_bytes import LiveBytes, live_bytes, peak_of
@@ -104,18 +104,30 @@ class RoundReport:
 
     @property
     def num_gathers(self) -> int:
-        """Those that communicate."""
+        """Those that communicate, in the first round of a window."""
         return sum(map(len, self.gathers)) - self.num_kept
+
+    @property
+    def window_units(self) -> tuple[str, ...]:
+        """Units that are kept for the rest of a window."""
+        kept = (gather.unit for gathers in self.gathers for gather in gathers if gather.for_window)
+        return tuple(dict.fromkeys(kept))
 
     def __str__(self) -> str:
         graphs = ", ".join("?" if graph is None else str(graph) for graph in self.graphs)
-        return f"{graphs}: {self.num_gathers} gathers, {self.num_kept} kept, at most {self.peak.nbytes:,} B"
+        kept = (
+            f"\n  kept for a window, {self.peak.window:,} B: {', '.join(self.window_units)}"
+            if self.window_units
+            else ""
+        )
+        return f"{graphs}: {self.num_gathers} gathers, {self.num_kept} kept, at most {self.peak.nbytes:,} B{kept}"
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "graphs": list(self.graphs),
             "num_gathers": self.num_gathers,
             "num_kept": self.num_kept,
+            "window_units": list(self.window_units),
             "gathers": [[_gather_as_dict(gather) for gather in gathers] for gathers in self.gathers],
             "peak": _peak_as_dict(self.peak),
             "live_at_peak": asdict(self.live_at_peak),
@@ -156,7 +168,7 @@ def explain(model: nn.Module) -> Explanation:
 
 def _report_round(order: Order, graphs: Sequence[GraphReport]) -> RoundReport:
     numbers = {id(graph.plan): number for number, graph in enumerate(graphs)}
-    memory = Memory.of(with_owners(order.calls), order.steps)
+    memory = Memory.of(as_scheduled(order.calls), order.steps)
     return RoundReport(
         tuple(numbers.get(id(call.plan)) for call in order.calls),
         tuple(tuple(step for step in steps if isinstance(step, Gather)) for steps in order.steps),
@@ -192,6 +204,7 @@ def _gather_as_dict(gather: Gather) -> dict[str, Any]:
         "stays": not gather.reshard,
         "graphs_ahead": gather.ahead,
         "kept_from": gather.kept_from,
+        "for_window": gather.for_window,
     }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsdp_passes._compat import profiler_span
 from fsdp_passes.ir.ops import is_shard, owner_of
-from fsdp_passes.runtime.order import GraphCall, Scheduler
+from fsdp_passes.runtime.order import GraphCall, Scheduler, Settings
 from fsdp_passes.runtime.timeline import Timeline, Turn
 from fsdp_passes.schedule.plan import Accumulate, Event, Gather, GradSlice, Plan, Reduce, Release, Run, Wait, WaitReduce
 from fsdp_passes.sharding.grad_buffer import GradSlot, prepare
@@ -31,19 +31,6 @@ class RegionCaller(Protocol):
     def compile(self, first: Mapping[int, bool]) -> None: ...
 
     def __call__(self, number: int, first: bool, inputs: list[Any], /) -> Sequence[Any]: ...
-
-
-class Settings(Protocol):
-    """Of the backend's options, those that matter when a plan runs."""
-
-    @property
-    def accumulate_bytes(self) -> int | None: ...
-
-    @property
-    def in_flight(self) -> int | None: ...
-
-    @property
-    def poison(self) -> bool: ...
 
 
 class Executor:
@@ -65,7 +52,7 @@ class Executor:
         arguments.clear()
         groups = {name: _group(value) for name, value in values.items() if is_shard(value)}
         self._announce(groups.values(), values)
-        call = GraphCall(self.plan, groups, self._settings.in_flight, self._schedule)
+        call = GraphCall(self.plan, groups, self._settings, self._schedule)
         timeline = Timeline.of(call.model)
         try:
             self._run_steps(timeline.begin(call), values)
@@ -88,7 +75,7 @@ class Executor:
                     self._run(step, values, slots)
                 case Release():
                     del values[step.buffer]
-                    turn.release(step.buffer, self._settings.poison)
+                    turn.release(step.buffer)
                 case GradSlice():
                     group = _group(values[step.shard])
                     slots[step.name] = group.grad_slot(step.piece, step.shape, step.dtype, step.separate)

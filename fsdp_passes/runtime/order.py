@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
+
+import torch
 
 from fsdp_passes.ir.ops import unit_names
-from fsdp_passes.schedule.plan import Call, Owner, Plan, Step, bytes_of_slots
+from fsdp_passes.schedule.plan import Call, Gather, Owner, Plan, Step, bytes_of_slots
 from fsdp_passes.sharding.group import FlatGroup
 from fsdp_passes.sharding.model import ShardedModel
+from fsdp_passes.sharding.unit_choice import choose_units
 
 Scheduler = Callable[[Sequence[Call], int | None], Sequence[tuple[Step, ...]]]
+
+
+class Settings(Protocol):
+    """Of the backend's options, those that matter when plans run."""
+
+    @property
+    def accumulate_bytes(self) -> int | None: ...
+
+    @property
+    def in_flight(self) -> int | None: ...
+
+    @property
+    def keep_gathered_bytes(self) -> int: ...
+
+    @property
+    def poison(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -20,7 +41,7 @@ class GraphCall:
 
     plan: Plan
     groups: Mapping[str, FlatGroup]
-    in_flight: int | None
+    settings: Settings
     schedule: Scheduler
 
     @property
@@ -28,11 +49,16 @@ class GraphCall:
         """That of its first shard, which looks after it; None without shards."""
         return next((group.model for group in self.groups.values()), None)
 
+    @property
+    def limits(self) -> tuple[int | None, int]:
+        """On units that are gathered at once, and on bytes that are kept for a window."""
+        return self.settings.in_flight, self.settings.keep_gathered_bytes
+
     @cached_property
     def key(self) -> tuple[object, ...]:
         """Equal for calls that send the same. Ranks need not run equal graphs: one may have compiled anew."""
         bound = ((id(self.groups[shard]) if shard else None, what) for shard, what in self.plan.skeleton)
-        return self.in_flight, *bound
+        return *self.limits, *bound
 
 
 class Order:
@@ -66,14 +92,28 @@ class Order:
         return self._others[this][1]
 
     def _scheduled(self, calls: Sequence[GraphCall]) -> Sequence[tuple[Step, ...]]:
-        return calls[0].schedule(with_owners(calls), calls[0].in_flight)
+        return calls[0].schedule(as_scheduled(calls), calls[0].settings.in_flight)
 
 
-def with_owners(calls: Sequence[GraphCall]) -> list[Call]:
-    """The calls, as schedules see them."""
+def as_scheduled(calls: Sequence[GraphCall]) -> list[Call]:
+    """The calls, as schedules see them. Units that fill `keep_gathered_bytes` best are kept for a window."""
     groups = list({id(group): group for call in calls for group in call.groups.values()}.values())
     owners: dict[int, Owner] = {
         id(group): (unit, group.model.groups.index(group))
         for group, unit in zip(groups, unit_names(groups), strict=True)
     }
-    return [Call(call.plan, {shard: owners[id(each)] for shard, each in call.groups.items()}) for call in calls]
+    own = [Call(call.plan, {shard: owners[id(each)] for shard, each in call.groups.items()}) for call in calls]
+    bytes_of: Counter[str] = Counter()
+    for (unit, _), _, nbytes in dict.fromkeys(part for call in own for part in _parts(call).values()):
+        bytes_of[unit] += nbytes
+    kept = choose_units(bytes_of, calls[0].settings.keep_gathered_bytes)
+    return [
+        replace(call, for_window=frozenset(buffer for buffer, part in _parts(call).items() if part[0][0] in kept))
+        for call in own
+    ]
+
+
+def _parts(call: Call) -> dict[str, tuple[Owner, torch.dtype, int]]:
+    """Of each buffer that is not returned, what it holds, and its bytes."""
+    gathers = (step for step in call.plan.steps if isinstance(step, Gather) and step.offset is not None)
+    return {gather.buffer: (call.owners[gather.shard], gather.dtype, gather.nbytes) for gather in gathers}

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class _Gathered:
     full: Tensor
     work: dist.Work | Done
     version: int
-    returned: bool
+    step: Gather
 
     @property
     def is_stale(self) -> bool:
@@ -71,8 +72,8 @@ class Turn:
     def wait(self, buffer: str) -> Tensor:
         return self.timeline.wait(self.number, buffer)
 
-    def release(self, buffer: str, poisons: bool) -> None:
-        self.timeline.release(self.number, buffer, poisons)
+    def release(self, buffer: str) -> None:
+        self.timeline.release(self.number, buffer)
 
 
 @dataclass
@@ -84,6 +85,8 @@ class Timeline:
     _expected: Order | None = None
     _known: dict[tuple[object, ...], Order] = field(default_factory=dict)  # by the first call
     _live: dict[tuple[int, int], _Gathered] = field(default_factory=dict)  # by number of the call, and of the buffer
+    _kept: dict[tuple[FlatGroup, torch.dtype], _Gathered] = field(default_factory=dict)  # for the rest of the window
+    _kept_by: tuple[Order | None, int] = None, 0  # in which window
 
     @classmethod
     def of(cls, model: ShardedModel | None) -> Timeline:
@@ -119,6 +122,7 @@ class Timeline:
         self._calls.append(call)
         if self._expected is not None and not self._expected.goes_on_with(self._calls):
             self._leave_order(self._expected)
+        self._drop_kept(call, call.model.agreement.step)
         number, order = len(self._calls) - 1, self._expected
         device = next(iter(call.groups.values())).shard.device
         self.arena.reserve(order.nbytes if order else call.plan.arena_bytes, device)
@@ -129,15 +133,18 @@ class Timeline:
     def _lines(self, number: int, steps: Sequence[Step]) -> Iterator[str]:
         """What `steps` of call `number` send: all of it is decided before the first of them.
 
+        What is kept for a window is named, too: ranks are to run as many microbatches, though it sends nothing.
         Reductions last between two waits: they do not wait for gathers, so that their order makes no difference.
         """
         call = self._calls[number]
-        kind = "forward gather" if call.plan.direction == "fwd" else "backward gather"
+        direction = "forward" if call.plan.direction == "fwd" else "backward"
         reductions: list[str] = []
         for step in steps:
             match step:
                 case Gather(kept_from=None):
-                    yield self.call(number + step.ahead, now=number).groups[step.shard].line(kind, step.dtype)
+                    group = self.call(number + step.ahead, now=number).groups[step.shard]
+                    kind = "gather" if self._find_kept(group, step) is None else "use of the kept copy"
+                    yield group.line(f"{direction} {kind}", step.dtype)
                 case Reduce() if call.groups[step.shard].is_reduced_by_graph():
                     reductions.append(call.groups[step.shard].line("reduce-scatter", step.dtype))
                 case Wait() | WaitReduce():
@@ -167,7 +174,7 @@ class Timeline:
         self.abandon_round()
         self._drop_buffers()
         as_expected = expected is not None  # perhaps it stopped early, as a forward without backward does
-        if calls and not as_expected and len({call.in_flight for call in calls}) == 1:
+        if calls and not as_expected and len({call.limits for call in calls}) == 1:
             self._known.pop(calls[0].key, None)
             self._known[calls[0].key] = Order(calls)
         if len(self._known) > _MAX_ORDERS:
@@ -181,6 +188,19 @@ class Timeline:
         live, self._live = self._live, {}
         for each in live.values():
             each.work.wait()
+
+    def _drop_kept(self, call: GraphCall, window: int) -> None:
+        """What is kept is dropped when its window is over, and where another order uses the memory."""
+        if self._kept_by != (self._expected, window):
+            if call.settings.poison:
+                for each in self._kept.values():
+                    poison(each.full)
+            self._kept, self._kept_by = {}, (self._expected, window)
+
+    def _find_kept(self, group: FlatGroup, step: Gather) -> _Gathered | None:
+        """What the shard is now, if it is there from a microbatch before."""
+        kept = self._kept.get((group, step.dtype)) if step.for_window else None
+        return None if kept is None or kept.is_stale else kept
 
     def call(self, number: int, now: int) -> GraphCall:
         """Call `number`, as steps of call `now` name its shards and buffers."""
@@ -199,11 +219,15 @@ class Timeline:
             self._live[key] = self._live.pop((number, self._calls[number].plan.buffers[step.kept_from]))
             return
         group = call.groups[step.shard]
+        kept = self._find_kept(group, step)
+        if kept is not None:
+            self._live[key] = kept
+            return
         if step.offset is None:
             full = group.empty_full(step.dtype)
         else:
             full = self.arena.slot(step.offset, step.full_elems, step.dtype)
-        self._live[key] = _Gathered(group, full, group.issue_gather(full), group.version, step.offset is None)
+        self._live[key] = _Gathered(group, full, group.issue_gather(full), group.version, step)
 
     def wait(self, number: int, buffer: str) -> Tensor:
         """The buffer, with the values that the shard has now."""
@@ -213,11 +237,15 @@ class Timeline:
         group, full = gathered.group, gathered.full
         if gathered.is_stale:
             group.gather_into(full)
-        if not gathered.returned:
-            self._live[key] = _Gathered(group, full, Done(), group.version, returned=False)
+        now = replace(gathered, work=Done(), version=group.version)
+        if gathered.step.offset is not None:
+            self._live[key] = now
+        if gathered.step.for_window:
+            self._kept[group, full.dtype] = now
         return full
 
-    def release(self, number: int, buffer: str, poisons: bool) -> None:
-        full = self._live.pop((number, self._calls[number].plan.buffers[buffer])).full
-        if poisons:
+    def release(self, number: int, buffer: str) -> None:
+        call = self._calls[number]
+        full = self._live.pop((number, call.plan.buffers[buffer])).full
+        if call.settings.poison:
             poison(full)

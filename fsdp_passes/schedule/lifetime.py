@@ -63,7 +63,13 @@ class Life:
 
     @property
     def sends(self) -> bool:
+        """Whether it may be sent: what is kept for a window is, unless it is there."""
         return self.gather.kept_from is None
+
+    @property
+    def start(self) -> int:
+        """Where its memory is first taken: what is kept for a window may be there from the start."""
+        return 0 if self.gather.for_window and self.sends else self.issue
 
     def has_ended(self, position: float) -> bool:
         """Whether it was let go before `position`, or there."""
@@ -72,7 +78,7 @@ class Life:
     def counts_at(self, position: int) -> bool:
         """Whether it takes a place while it is live: one that stays only until it is waited for, if it was not kept."""
         is_new = self.sends and not (self.waits and self.waits[0] <= position)
-        return self.gather.reshard or is_new
+        return not self.gather.for_window and (self.gather.reshard or is_new)
 
 
 @dataclass

@@ -12,13 +12,14 @@ from torch import Tensor, fx
 from fsdp_passes._compat import example_size
 from fsdp_passes.ir.alias import source
 from fsdp_passes.ir.nodes import results
-from fsdp_passes.schedule.lifetime import GradLife, Lifetime, Memory
+from fsdp_passes.schedule.lifetime import GradLife, Life, Lifetime, Memory
 from fsdp_passes.schedule.plan import Call, Peak, Run, Step, bytes_of_slots, drops
 
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """gathered, stay, returned: gathered buffers that count in the bound, stay outside of it, are results.
+    """gathered, stay, window, returned: gathered buffers that count in the bound; that stay outside of it, from forward
+        to backward or for a window; that are results.
 
     written, reduced: sums of gradients that are being written, and that are complete and being reduced.
     values: what regions get from outside, and what they hand to each other; not what they allocate inside.
@@ -26,6 +27,7 @@ class LiveBytes:
 
     gathered: int = 0
     stay: int = 0
+    window: int = 0
     returned: int = 0
     written: int = 0
     reduced: int = 0
@@ -52,6 +54,7 @@ def peak_of(memory: Memory) -> Peak:
     return Peak(
         arena=bytes_of_slots(step for _, step in memory.steps),
         stay=max((each.stay for each in live), default=0),
+        window=max((each.window for each in live), default=0),
         returned=most.returned,
         written=most.written,
         reduced=most.reduced,
@@ -71,10 +74,15 @@ def _at_each_step(memory: Memory, lifetimes: Iterable[tuple[str, Lifetime]]) -> 
 
 def _of_communication(memory: Memory) -> Iterator[tuple[str, Lifetime]]:
     for life in memory.lives:
-        kind = "returned" if life.returned else "gathered" if life.gather.reshard else "stay"
-        yield kind, Lifetime(life.gather.nbytes, life.issue, life.ends[0] if life.ends else len(memory.steps))
+        yield _kind(life), Lifetime(life.gather.nbytes, life.start, life.ends[0] if life.ends else len(memory.steps))
     for each in memory.sums:
         yield from _of_sum(each, memory)
+
+
+def _kind(life: Life) -> str:
+    if life.returned:
+        return "returned"
+    return "window" if life.gather.for_window else "gathered" if life.gather.reshard else "stay"
 
 
 def _of_sum(this: GradLife, memory: Memory) -> Iterator[tuple[str, Lifetime]]:

@@ -5,7 +5,7 @@ which the units are used. A unit is live from the issue of its gather to its rel
 order is of a unit that is live, the unit is kept instead, which sends nothing and takes no other place.
 
 A unit that is not resharded after forward is kept until its next use, wherever that is, and counts until its first use
-only. What a graph returns does not count.
+only. What a graph returns does not count, and what is kept for a window neither: that has memory of its own throughout.
 
 A reduction is waited for before the one that is issued `in_flight` reductions later, or at the end.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -85,11 +85,13 @@ class Use:
     """One interval of a unit's uses: waited for from position `start` on, released before position `end`.
 
     gathers: by flat group and dtype; those whose buffer is not in `released` are returned by the graph.
+    for_window: its only buffer is kept for a window; it ends where the next use can have it.
     """
 
     unit: str
     call: int
     start: int
+    for_window: bool = False
     gathers: dict[_Part, Gather] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
     end: int | None = None
@@ -99,6 +101,11 @@ class Use:
     @property
     def reshards(self) -> bool:
         return all(gather.reshard for gather in self.gathers.values())
+
+    @property
+    def owner(self) -> Hashable:
+        """Who has one buffer at a time: a unit, or what is kept for a window."""
+        return (self.unit, *self.gathers) if self.for_window else self.unit
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +119,7 @@ class Use:
     def counts_at(self, position: int) -> bool:
         """Whether it takes one of the `in_flight` places."""
         is_in_use = position >= self.start + len(self.gathers)  # all of its buffers were waited for
-        return self.reshards or not (self.stayed or is_in_use)
+        return not self.for_window and (self.reshards or not (self.stayed or is_in_use))
 
 
 @dataclass
@@ -135,17 +142,18 @@ class _Line:
                     pass
                 case Wait():
                     gather = gathers[step.buffer]
-                    use_of[step.buffer] = self._use(number, call.owners[gather.shard], gather)
+                    for_window = step.buffer in call.for_window
+                    use_of[step.buffer] = self._use(number, call.owners[gather.shard], gather, for_window)
                     self.steps.append((number, step))
                 case _:
                     self.steps.append((number, step))
 
-    def _use(self, call: int, owner: Owner, gather: Gather) -> Use:
+    def _use(self, call: int, owner: Owner, gather: Gather, for_window: bool) -> Use:
         """The use of which `gather` is a part: waits that follow each other, for one unit, are one use."""
         last = self.uses[-1] if self.uses else None
         follows = last is not None and last.start + len(last.gathers) == len(self.steps) and last.call == call
-        if last is None or not follows or last.unit != owner[0]:
-            last = Use(owner[0], call, len(self.steps))
+        if last is None or not follows or last.unit != owner[0] or last.for_window or for_window:
+            last = Use(owner[0], call, len(self.steps), for_window)
             self.uses.append(last)
         last.gathers[owner[1], gather.dtype] = gather
         return last
@@ -175,9 +183,12 @@ def choose_issues(line: _Line, bound: float) -> list[Issue]:
         live += [use.next for use in free if use.next]
         while queue:
             use, num_live = queue[0], sum(each.counts_at(position) for each in live)
-            holder = next((each for each in live if each.unit == use.unit), None)
+            holder = next((each for each in live if each.owner == use.owner), None)
             if holder and holder.next is None and holder.has_all_of(use):
                 holder.next, use.stayed = use, True
+            elif use.for_window:
+                issues.append(Issue(use, position))
+                live.append(use)
             elif use.end is None and (num_live < bound or use.start == position):
                 issues.append(Issue(use, position))
             elif use.end is not None and holder is None and num_live < bound:
@@ -194,16 +205,16 @@ def choose_issues(line: _Line, bound: float) -> list[Issue]:
 
 
 def _find_queue(uses: Sequence[Use]) -> deque[Use]:
-    """Uses, but those for which a unit that is not resharded stays."""
-    last: dict[str, Use] = {}
+    """Uses, but those for which a unit that is not resharded stays, or that find what is kept for a window."""
+    last: dict[Hashable, Use] = {}
     queue: deque[Use] = deque()
     for use in uses:
-        before = last.get(use.unit)
-        if before is not None and not before.reshards and before.has_all_of(use):
+        before = last.get(use.owner)
+        if before is not None and (use.for_window or not before.reshards) and before.has_all_of(use):
             before.next, use.stayed = use, True
         else:
             queue.append(use)
-        last[use.unit] = use
+        last[use.owner] = use
     return queue
 
 
@@ -217,13 +228,13 @@ def _refuse(uses: Sequence[Use], bound: float) -> None:
 
 def _steps_before(line: _Line, issues: Sequence[Issue], bound: float) -> dict[int, list[Step]]:
     """What is done before each position: releases, gathers, waits for reductions."""
-    slots = _place(issues)
+    slots = _place(issues, len(line.steps))
     kept = {(issue.source, part) for issue in issues for part in _taken_over(issue)}
     before: dict[int, list[Step]] = defaultdict(list)
     for issue in issues:
         use = issue.use
         for part, gather in use.gathers.items():
-            if gather.buffer in use.released and (use, part) not in kept:
+            if gather.buffer in use.released and (use, part) not in kept and not use.for_window:
                 assert use.end is not None
                 before[use.end].append(Release(gather.buffer))
     for issue in issues:
@@ -235,6 +246,7 @@ def _steps_before(line: _Line, issues: Sequence[Issue], bound: float) -> dict[in
                 offset=slots.get((issue.use, part)),
                 ahead=issue.use.call - line.steps[issue.position][0],
                 kept_from=taken.get(part),
+                for_window=issue.use.for_window,
             )
             before[issue.position].append(placed)
     for position, wait in _waits_for_reductions(line, bound):
@@ -254,7 +266,7 @@ def _taken_over(issue: Issue) -> dict[_Part, str]:
     return taken
 
 
-def _place(issues: Sequence[Issue]) -> dict[tuple[Use, _Part], int]:
+def _place(issues: Sequence[Issue], num_steps: int) -> dict[tuple[Use, _Part], int]:
     """The offset of each buffer of a use that is not returned; one that is kept stays where it is."""
     first: dict[tuple[Use, _Part], tuple[Use, _Part]] = {}
     lifetimes: dict[tuple[Use, _Part], Lifetime] = {}
@@ -267,7 +279,8 @@ def _place(issues: Sequence[Issue]) -> dict[tuple[Use, _Part], int]:
             this = (issue.use, part)
             first[this] = first[issue.source, part] if issue.source and part in taken else this
             start = lifetimes[first[this]].start if part in taken else issue.position
-            lifetimes[first[this]] = Lifetime(gather.nbytes, start, issue.use.end)
+            alive = (0, num_steps) if issue.use.for_window else (start, issue.use.end)
+            lifetimes[first[this]] = Lifetime(gather.nbytes, *alive)
     offsets = dict(zip(lifetimes, place(tuple(lifetimes.values())), strict=True))
     return {this: offsets[start] for this, start in first.items()}
 

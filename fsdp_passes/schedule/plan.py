@@ -39,6 +39,7 @@ class Gather:
     reshard: False where the unit stays gathered from forward to backward.
     offset: in bytes into the arena; None: memory of its own, which who receives it keeps.
     kept_from: a buffer of this graph, in the same memory, that holds the same values: nothing is sent.
+    for_window: it is not released, and nothing is sent if it is there from a microbatch before, of the same window.
     """
 
     buffer: str
@@ -50,6 +51,7 @@ class Gather:
     offset: int | None = None
     ahead: int = 0
     kept_from: str | None = None
+    for_window: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +136,8 @@ Output = str | int | float | bool | None  # a str is a value's name
 class Peak:
     """The most bytes that steps own at once, for communication; the sum of gradients is not kept from before.
 
-    arena: one allocation, for gathered buffers; stay: of it, units with reshard_after_forward=False, at their most.
+    arena: one allocation, for gathered buffers; stay: of it, units with reshard_after_forward=False, at their most;
+    window: of it, what is kept for the microbatches of a window.
     Beside it, where these together are most: returned: gathered buffers that are results; written: sums of gradients
     that are still being written; reduced: those that are complete, and under way. What a reduction leaves, this rank's
     part of a sum, is not in it.
@@ -142,6 +145,7 @@ class Peak:
 
     arena: int = 0
     stay: int = 0
+    window: int = 0
     returned: int = 0
     written: int = 0
     reduced: int = 0
@@ -223,10 +227,11 @@ Owner = tuple[str, int]  # a unit, and which of its flat groups
 
 @dataclass(frozen=True)
 class Call:
-    """One run of `plan`. `owners`: to whom each shard belongs."""
+    """One run of `plan`. `owners`: to whom each shard belongs; `for_window`: buffers that are kept for a window."""
 
     plan: Plan
     owners: Mapping[str, Owner]
+    for_window: frozenset[str] = frozenset()
 
     @classmethod
     def alone(cls, plan: Plan) -> Call:

@@ -1,7 +1,7 @@
 """The text of a plan: one line a step, then the graph of each region. `load_plan(dump_plan(plan))` is the plan.
 
     plan fwd trains (primals_1, primals_2, _)
-    peak 256 B: arena 256, stay 0, returned 0, written 0, reduced 0
+    peak 256 B: arena 256, stay 0, window 0, returned 0, written 0, reduced 0
        0 event   gathers after compute
        1 issue   full: bf16[128] = gather(primals_1) of "embed" at 0
        2 wait    full
@@ -116,7 +116,8 @@ def _gather_text(step: Gather) -> str:
     place = "" if step.offset is None else f" at {step.offset}"
     kept = "" if step.kept_from is None else f", kept from {step.kept_from}"
     stays = "" if step.reshard else ", stays"
-    return f"gather({step.shard}) of {quote(step.unit)}{place}{stays}{kept}{_graphs(step.ahead, 'ahead')}"
+    window = ", for the window" if step.for_window else ""
+    return f"gather({step.shard}) of {quote(step.unit)}{place}{stays}{window}{kept}{_graphs(step.ahead, 'ahead')}"
 
 
 def _graphs(number: int, where: str) -> str:
@@ -180,7 +181,7 @@ _STEPS: tuple[tuple[str, Callable[[re.Match[str]], Step]], ...] = (
     (r"event +gathers after compute", lambda m: Event()),
     (
         rf"(?:issue +)?(\w+): ({'|'.join(_DTYPES)})\[(\d+)\] = gather\((\w+)\) of (\".*\")(?: at (\d+))?(, stays)?"
-        r"(?:, kept from (\w+))?(?:, graphs ahead: (\d+))?",
+        r"(, for the window)?(?:, kept from (\w+))?(?:, graphs ahead: (\d+))?",
         lambda m: Gather(
             buffer=m[1],
             shard=m[4],
@@ -189,8 +190,9 @@ _STEPS: tuple[tuple[str, Callable[[re.Match[str]], Step]], ...] = (
             unit=ast.literal_eval(m[5]),
             reshard=m[7] is None,
             offset=None if m[6] is None else int(m[6]),
-            ahead=int(m[9] or 0),
-            kept_from=m[8],
+            ahead=int(m[10] or 0),
+            kept_from=m[9],
+            for_window=m[8] is not None,
         ),
     ),
     (r"wait +(\w+)", lambda m: Wait(m[1])),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from fsdp_passes.ir.verify import VerifyError, lines_around
 from fsdp_passes.schedule.lifetime import BrokenSchedule, Life, Memory
-from fsdp_passes.schedule.plan import Call, Gather, Step
+from fsdp_passes.schedule.plan import Call, Gather, Release, Step
 from fsdp_passes.schedule.plan_text import step_line
 from fsdp_passes.schedule.streams import accesses_are_ordered
 
@@ -30,13 +30,23 @@ def buffers_are_waited_for_once(memory: Memory) -> None:
 def buffers_are_let_go_once(memory: Memory) -> None:
     """A buffer is released or handed on once, after it was last read; never if its graph returns it."""
     for life in memory.lives:
-        expected = 0 if life.returned else 1
-        if len(life.ends) != expected:
-            what = f"{life.gather.buffer} is released or handed on {len(life.ends)} times, expected {expected}"
+        expected = (0,) if life.returned else (0, 1) if life.gather.for_window else (1,)
+        if len(life.ends) not in expected:
+            what = f"{life.gather.buffer} is released or handed on {len(life.ends)} times, expected {expected[-1]}"
             raise BrokenSchedule(life.issue, what)
         late = [read for read in life.reads if life.ends and read > life.ends[0]]
         if late:
             raise BrokenSchedule(late[0], f"{life.gather.buffer} is read after it was let go")
+
+
+def what_a_window_keeps_is_not_released(memory: Memory) -> None:
+    """What is kept for a window has a place, and is handed on only; the last to have it keeps it."""
+    for life in (life for life in memory.lives if life.gather.for_window):
+        if life.returned:
+            raise BrokenSchedule(life.issue, f"{life.gather.buffer} is kept, but has no place")
+        for end in life.ends:
+            if isinstance(memory.steps[end][1], Release):
+                raise BrokenSchedule(end, f"{life.gather.buffer} is kept, but released")
 
 
 def what_is_kept_is_what_was_there(memory: Memory) -> None:
@@ -45,7 +55,9 @@ def what_is_kept_is_what_was_there(memory: Memory) -> None:
     for life in memory.lives:
         if life.gather.kept_from is not None:
             before = ended[life.issue]
-            one, other = ((each.owner, each.gather.dtype, each.gather.offset) for each in (life, before))
+            one, other = (
+                (each.owner, each.gather.dtype, each.gather.offset, each.gather.for_window) for each in (life, before)
+            )
             if one != other:
                 raise BrokenSchedule(life.issue, f"{life.gather.buffer} is not {before.gather.buffer}")
 
@@ -69,8 +81,8 @@ def no_more_units_are_live_than_the_bound(memory: Memory, bound: float) -> None:
 def live_buffers_do_not_overlap(memory: Memory) -> None:
     """Two buffers that are live at the same time have no byte in common."""
     live: list[Life] = []
-    for life in (life for life in memory.lives if not life.returned):
-        live = [other for other in live if not other.has_ended(life.issue)]
+    for life in sorted((life for life in memory.lives if not life.returned), key=lambda each: each.start):
+        live = [other for other in live if not other.has_ended(life.start)]
         for other in live:
             if _overlap(life.gather, other.gather):
                 raise BrokenSchedule(life.issue, f"{life.gather.buffer} overlaps {other.gather.buffer}, which is live")
@@ -103,6 +115,7 @@ def no_more_reductions_are_under_way_than_the_bound(memory: Memory, bound: float
 RULES: tuple[Callable[[Memory], None], ...] = (
     buffers_are_waited_for_once,
     buffers_are_let_go_once,
+    what_a_window_keeps_is_not_released,
     what_is_kept_is_what_was_there,
     live_buffers_do_not_overlap,
     sums_of_gradients_are_reduced_once,

@@ -15,7 +15,7 @@ from fsdp_passes._compat import mark_as_parameter, queue_backward_callback, runn
 from fsdp_passes.runtime.agreement import Agreement
 from fsdp_passes.runtime.collectives import any_rank
 from fsdp_passes.runtime.streams import Streams
-from fsdp_passes.sharding.deferral import choose_deferred
+from fsdp_passes.sharding.unit_choice import choose_units
 
 if TYPE_CHECKING:
     from fsdp_passes.sharding.group import FlatGroup
@@ -70,7 +70,7 @@ class ShardedModel:
     def limit_accumulation(self, accumulate_bytes: int | None) -> None:
         """From now on a rank holds only so many bytes of unreduced gradients between microbatches (None: no limit)."""
         if accumulate_bytes is not None and accumulate_bytes not in self._deferred_by_limit:
-            self._deferred_by_limit[accumulate_bytes] = choose_deferred(self.full_grad_bytes(), accumulate_bytes)
+            self._deferred_by_limit[accumulate_bytes] = choose_units(self.full_grad_bytes(), accumulate_bytes)
         self.deferred_units = self._deferred_by_limit[accumulate_bytes]
 
     def forget_deferral(self) -> None:

@@ -140,7 +140,7 @@ order0.txt""",
             got,
             """\
 plan fwd trains (primals_1, primals_2, primals_3)
-peak 768 B: arena 768, stay 0, returned 0, written 0, reduced 0
+peak 768 B: arena 768, stay 0, window 0, returned 0, written 0, reduced 0
    0 event   gathers after compute
    1 issue   full: bf16[256] = gather(primals_1) of "up" at 0
    2 issue   full_1: bf16[128] = gather(primals_3) of "down" at 512
@@ -183,7 +183,7 @@ region_1:
             got,
             """\
 plan bwd (primals_1, primals_2, primals_3, relu, tangents_1)
-peak 1792 B: arena 256, stay 0, returned 0, written 1024, reduced 512
+peak 1792 B: arena 256, stay 0, window 0, returned 0, written 1024, reduced 512
    0 event   gathers after compute
    1 issue   full: bf16[128] = gather(primals_3) of "down" at 0
    2         grad_slice: f32[8,16] = grad_slice(primals_3, 0)

@@ -168,7 +168,7 @@ class TestPlans(expecttest.TestCase):
             got,
             """\
 plan bwd (s, x)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0 run     values = region_0(x) drop (x)
    1 issue   full: f32[16] = gather(s) of "up"
    2 wait    full
@@ -198,7 +198,7 @@ region_1:
             got,
             """\
 plan bwd (s, r)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0 issue   full: f32[16] = gather(s) of "up"
    1 wait    full
    2 run     y = region_0(full)
@@ -233,7 +233,7 @@ region_1:
             got,
             """\
 plan bwd (s)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0 issue   full: f32[16] = gather(s) of "up"
    1 wait    full
    2 run     v, y = region_0(full)
@@ -254,7 +254,7 @@ region_0:
             got,
             """\
 plan bwd (s)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0 issue   full: f32[16] = gather(s) of "up"
    1 wait    full
    2 run     v, y = region_0(full)
@@ -267,7 +267,7 @@ peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
             got,
             """\
 plan bwd (s)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0 run     y = region_0()
    1 issue   full: f32[4] = gather(s) of "up"
    2 wait    full
@@ -294,7 +294,7 @@ region_1:
             got,
             """\
 plan bwd (s, x)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0 run     y = region_0(x)
    1 issue   full: f32[4] = gather(s) of "up"
    2 wait    full
@@ -331,7 +331,7 @@ region_2:
             got,
             """\
 plan bwd (s, n, x)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0 run     y, a, b = region_0(x, n) drop (x)
    1 issue   full: f32[4] = gather(s) of "up"
    2 wait    full
@@ -373,7 +373,7 @@ region_1:
             got,
             """\
 plan bwd (s)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0 run     noise, y = region_0()
    1 issue   full: f32[4] = gather(s) of "up"
    2 wait    full
@@ -386,7 +386,7 @@ peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
             got,
             """\
 plan bwd (s, _, x)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0 run     y = region_0(x)
    1         return (s, y, x, None, 3)
 
@@ -403,7 +403,7 @@ region_0:
             got,
             """\
 plan bwd (x)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0 run     z = region_0(x) drop (x)
    1         return (z)
 
@@ -421,7 +421,7 @@ region_0:
             got,
             """\
 plan bwd (_)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0         return ()
 """,
         )
@@ -432,7 +432,7 @@ peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
             got,
             """\
 plan bwd (s, x)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0 issue   full: f32[4] = gather(s) of "up"
    1 wait    full
    2 run     y = region_0(x, full)
@@ -460,7 +460,7 @@ region_1:
             got,
             """\
 plan bwd (s, x)
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0 run     g = region_0(x)
    1         accumulate(g, s, None)
    2 run     h = region_1(g, x) drop (x)

@@ -48,10 +48,10 @@ def _blocks(hidden: tuple[int, ...] = (12, 12, 12)) -> nn.Module:
     return nn.ModuleList(Block(each) for each in hidden)
 
 
-def _sharded(backend: str, accumulate_bytes: int | None = None, **kwargs: Any) -> Any:
+def _sharded(backend: str, hidden: tuple[int, ...] = (12, 12, 12), **options: Any) -> Any:
     """Blocks "0", "1" and "2", each a unit, compiled one by one."""
-    blocks: Any = fsdp.shard(build(_blocks, **kwargs), units=[Block])
-    options = {"codegen": "fx", "accumulate_bytes": accumulate_bytes}
+    blocks: Any = fsdp.shard(build(_blocks, hidden), units=[Block])
+    options = {"codegen": "fx", **options}
     for block in blocks if backend != UNCOMPILED else []:
         block.compile(backend=backend, options=options if backend == COMPILED else None)
     return blocks
@@ -77,6 +77,14 @@ def runs_more_microbatches(blocks: Any, differs: bool) -> None:
     for _ in range(2):
         with blocks.no_sync():
             for _ in range(2 if differs else 1):
+                _train(blocks)
+        _train(blocks)
+
+
+def runs_one_more_of_the_last_window(blocks: Any, differs: bool) -> None:
+    for number in (3, 3, 3 + differs):
+        with blocks.no_sync():
+            for _ in range(number):
                 _train(blocks)
         _train(blocks)
 
@@ -110,6 +118,15 @@ def edits_between_graphs(blocks: Any, differs: bool) -> None:
     if differs:
         blocks[1].bias.local.add_(1.0)  # after it was gathered
     blocks[2](blocks[1](x)).sum().backward()
+
+
+def edits_between_microbatches(blocks: Any, differs: bool) -> None:
+    with blocks.no_sync():
+        for _ in range(3):
+            _train(blocks)
+        if differs:
+            blocks[1].bias.local.add_(1.0)
+        _train(blocks)
 
 
 def clips(blocks: Any, differs: bool) -> None:
@@ -165,6 +182,8 @@ CASES = (
     Case(runs_no_backward, UNCOMPILED, ('step 0: reduce-scatter of unit "0"', 'step 0: gather of unit "0"')),
     Case(runs_no_backward, OTHER, ('step 0: reduce-scatter of unit "2"', 'step 0: gather of unit "0"')),
     Case(edits_between_graphs, COMPILED, ('step 2: backward gather of unit "0"', 'step 2: gather after an edit of unit "1"')),
+    Case(edits_between_microbatches, COMPILED, ('step 0: forward use of the kept copy of unit "1"', 'step 0: forward gather of unit "1"'), {"keep_gathered_bytes": 1 << 20}),
+    Case(runs_one_more_of_the_last_window, COMPILED, ('step 2: reduce-scatter of unit "2"', 'step 2: forward use of the kept copy of unit "0"'), {"keep_gathered_bytes": 1 << 20}),
     pytest.param(Case(clips, COMPILED, ('step 1: forward gather of unit "0"', 'step 1: norm, sum or other reduction of parameters')), marks=pytest.mark.slow),
     Case(clips, UNCOMPILED, ('step 1: gather of unit "0"', 'step 1: norm, sum or other reduction of parameters')),
     Case(reads_a_whole_parameter, UNCOMPILED, ('step 0: gather of unit "0"', 'step 0: full_tensor of 1.up.weight')),

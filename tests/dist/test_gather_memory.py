@@ -16,7 +16,7 @@ from memory import open_meter
 from torch import Tensor, nn
 
 import fsdp_passes as fsdp
-from fsdp_passes.runtime.order import with_owners
+from fsdp_passes.runtime.order import as_scheduled
 from fsdp_passes.runtime.timeline import Timeline
 from fsdp_passes.schedule.lifetime import Memory
 from fsdp_passes.schedule.live_bytes import live_bytes
@@ -29,6 +29,7 @@ from tests.dist.models import build, compiled
 WIDTH, LAYERS = 512, 5
 UNIT_BYTES = WIDTH * WIDTH * 4
 BOUNDS = (1, 2, 3, None)
+KEPT = 2  # small units, for a window
 SLACK_BYTES = 262_144  # what libraries allocate when they are first used; a unit is four times as large
 
 
@@ -49,10 +50,10 @@ def _settled_bytes(meter: Any) -> int:
     return live
 
 
-def _bytes(in_flight: int | None) -> dict[str, int]:
+def _bytes(in_flight: int | None, keep: int = 0) -> dict[str, int]:
     """On a rank, above what is held without the arena: the peak of forwards, what stays, and what was planned."""
     model: Any = fsdp.shard(build(_stack), units=nn.Linear)
-    run, meter = compiled(model, in_flight=in_flight), open_meter(torch.device("cpu"))
+    run, meter = compiled(model, in_flight=in_flight, keep_gathered_bytes=keep), open_meter(torch.device("cpu"))
     x = torch.ones(1, WIDTH)  # what regions allocate is too small for the counter
     with torch.no_grad():
         run(x)
@@ -131,7 +132,7 @@ def _bytes_at_reductions(in_flight: int | None) -> dict[str, list[int]]:
         with mock.patch.object(GroupGradients, "_send", counted):
             run(x).sum().backward()
     (order,) = Timeline.of(sharded_state(model)).orders
-    memory = Memory.of(with_owners(order.calls), order.steps)
+    memory = Memory.of(as_scheduled(order.calls), order.steps)
     at_reductions = [live for live, (_, step) in zip(live_bytes(memory), memory.steps, strict=True) if type(step) is Reduce]
     (known,) = fsdp.explain(model).rounds
     planned = [live.written + live.reduced for live in at_reductions]
@@ -142,8 +143,9 @@ def main(world_size: int) -> None:
     """Print what rank 0 held, by bound, and by block; and at reductions, by bound."""
     bounds = BOUNDS[: 4 if world_size == 1 else 2]
     by_bound = [pool.run(world_size, _bytes, in_flight)[0] for in_flight in bounds]
+    kept = pool.run(world_size, _bytes, 1, KEPT * UNIT_BYTES + 1000)[0]
     at_reductions = [pool.run(world_size, _bytes_at_reductions, in_flight)[0] for in_flight in bounds]
-    print(json.dumps([by_bound, pool.run(world_size, _bytes_by_block)[0], at_reductions]))
+    print(json.dumps([[*by_bound, kept], pool.run(world_size, _bytes_by_block)[0], at_reductions]))
 
 
 @functools.cache
@@ -161,6 +163,13 @@ def test_gathered_units_take_what_the_plan_says(world_size: int, bound: int | No
     assert got["planned"] <= got["held"] <= got["planned"] + SLACK_BYTES
     of_gloo = got["planned"] if world_size > 1 else 0  # it receives into a copy of what is under way
     assert got["planned"] <= got["peak"] <= got["planned"] + of_gloo + SLACK_BYTES
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_kept_for_a_window_is_beside_what_the_bound_allows(world_size: int) -> None:
+    got = measured(world_size)[0][-1]
+    assert got["planned"] == (PLANNED[1] + KEPT) * UNIT_BYTES
+    assert got["planned"] <= got["held"] <= got["planned"] + SLACK_BYTES
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

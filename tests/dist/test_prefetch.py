@@ -42,7 +42,7 @@ class Stack(nn.Module):
         return x
 
 
-def _model_and_loss(how: str, reshard: bool) -> tuple[Any, Callable[[], Tensor]]:
+def model_and_loss(how: str, reshard: bool) -> tuple[Any, Callable[[], Tensor]]:
     if how in ("net", "tied"):
         model: Any = fsdp.shard(build(Net, blocks=BLOCKS, tied=how == "tied"), reshard_after_forward=reshard)
         return model, lambda: next_token_loss(model, TOKENS)
@@ -53,7 +53,7 @@ def _model_and_loss(how: str, reshard: bool) -> tuple[Any, Callable[[], Tensor]]
 
 def _train(how: str, in_flight: int | None, reshard: bool = True, num_steps: int = 2) -> tuple[list[Event], Tensor]:
     """Events, and values at the end, of steps of two microbatches."""
-    model, loss = _model_and_loss(how, reshard)
+    model, loss = model_and_loss(how, reshard)
     for each in model.blocks if how == "block by block" else [model]:
         each.compile(backend="fsdp_opt", options={"codegen": "fx", "in_flight": in_flight, "poison": True})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -83,12 +83,24 @@ round of graphs 0, 1: 3 gathers, 1 kept, at most 2,816 B""",
         assert fsdp.explain(run) == explained
         assert explained.declined == ()
 
+    def test_units_that_are_kept_for_a_window_are_named(self) -> None:
+        model = two_units()
+        step(compiled(model, keep_gathered_bytes=700))
+        (known,) = fsdp.explain(model).rounds
+        self.assertExpectedInline(
+            str(known),
+            """\
+0, 1: 3 gathers, 1 kept, at most 2,816 B
+  kept for a window, 640 B: up""",
+        )
+        assert known.as_dict()["window_units"] == ["up"]
+
     def test_the_explanation_is_exported_as_json(self) -> None:
         model = two_units()
         step(compiled(model, in_flight=1))
         exported = json.loads(fsdp.explain(model).to_json())
         forward, backward = exported.pop("graphs")
-        now = {"graphs_ahead": 0, "kept_from": None}
+        now = {"graphs_ahead": 0, "kept_from": None, "for_window": False}
         assert [gather.pop("buffer") for gather in forward["gathers"]] == ["full", "full_1", "full_2"]
         assert forward["gathers"] == [
             {"unit": "up", "dtype": "f32", "bytes": 640, "offset": 0, "stays": False, **now},
@@ -98,14 +110,15 @@ round of graphs 0, 1: 3 gathers, 1 kept, at most 2,816 B""",
         down = {"unit": "down", "num_written": 1, "whole": False, "num_products": 0, "reduced_bytes": 512}
         up = {"unit": "up", "num_written": 2, "whole": False, "num_products": 0, "reduced_bytes": 640}
         assert (backward["gradients"], backward["declined"]) == ([down, up], [])
-        parts = {"arena": 512, "stay": 0, "returned": 0, "written": 640, "reduced": 512}
+        parts = {"arena": 512, "stay": 0, "window": 0, "returned": 0, "written": 640, "reduced": 512}
         assert backward["peak"] == {"bytes": 1664, **parts}
         saved = 4 * (4 * 8 + 4 * 16 + 4 * 8 + 4 * 16)  # tangents, relu, input, and what the first region returns
-        parts = {"gathered": 512, "stay": 0, "returned": 0, "written": 512, "reduced": 0, "values": saved}
+        parts = {"gathered": 512, "stay": 0, "window": 0, "returned": 0, "written": 512, "reduced": 0, "values": saved}
         assert backward["live_at_peak"] == parts
         (known,) = exported["rounds"]
         assert (known["graphs"], known["num_gathers"], known["num_kept"]) == ([0, 1], 3, 1)
-        assert known["peak"] == {"bytes": 1792, "arena": 640, **dict(written=640, reduced=512, stay=0, returned=0)}
+        parts = {"arena": 640, "stay": 0, "window": 0, "returned": 0, "written": 640, "reduced": 512}
+        assert known["peak"] == {"bytes": 1792, **parts}
         kept = [gather for gathers in known["gathers"] for gather in gathers if gather["kept_from"]]
         assert [(gather["unit"], gather["graphs_ahead"]) for gather in kept] == [("down", 1)]
 

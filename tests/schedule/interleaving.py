@@ -53,7 +53,7 @@ class Sent:
 @dataclass
 class Life:
     unit: str
-    sent: int
+    sent: int | None  # None: it was there
     position: int
     takes_over: bool
     reshard: bool
@@ -70,10 +70,15 @@ class State:
 
 
 class Machine:
-    """`schedules` of `calls` for a compute stream, and what it gives to others. Numbers are of places, or of `sent`."""
+    """`schedules` of `calls` for a compute stream, and what it gives to others. Numbers are of places, or of `sent`.
 
-    def __init__(self, calls: Sequence[Call], schedules: Sequence[Sequence[Step]], bound: float) -> None:
-        self.calls, self.bound = calls, bound
+    is_there: whether what is kept for a window is there from before; at the end it must be, in any case.
+    """
+
+    def __init__(
+        self, calls: Sequence[Call], schedules: Sequence[Sequence[Step]], bound: float, is_there: bool = False
+    ) -> None:
+        self.calls, self.bound, self.is_there = calls, bound, is_there
         self.steps = [(call, step) for call, own in enumerate(schedules) for step in own]
         self.sent: list[Sent] = []
         self.lives: list[Life] = []
@@ -83,6 +88,7 @@ class Machine:
         self.spoils: dict[int, list[int]] = defaultdict(list)
         self.adds: dict[int, set[int]] = defaultdict(set)
         self.reads: dict[int, list[tuple[int, object]]] = defaultdict(list)
+        self.at_end: list[tuple[int, object]] = []
         self._starts = {call: at for at, (call, _) in reversed(list(enumerate(self.steps)))}
         self._event, self._last_computed = -1, -1
         self._buffers: dict[tuple[int, str], Life] = {}
@@ -104,7 +110,8 @@ class Machine:
                 self._add_gather(at, call, step)
             case Wait(buffer):
                 life = self._buffers[call, buffer]
-                life.wait, self.waits[at] = at, life.sent
+                life.wait = at
+                self.waits |= {} if life.sent is None else {at: life.sent}
             case Run():
                 for name in step.inputs:
                     self.reads[at] += self._buffers[call, name].pieces if (call, name) in self._buffers else []
@@ -126,7 +133,12 @@ class Machine:
         else:
             inside = {a: place for (a, b), place in self._arena.items() if _span(step)[0] <= a and b <= _span(step)[1]}
             pieces = [(place, (owner, a - step.offset)) for a, place in inside.items()]
-        if step.kept_from is None:
+        index: int | None
+        if step.kept_from is None and step.for_window and self.is_there:
+            index = None
+            for place, content in pieces:
+                self.values[place] = content
+        elif step.kept_from is None:
             index, shard = len(self.sent), self._place()
             self.edits[self._starts[call]].append(shard)
             places, contents = zip(*pieces, strict=True)
@@ -136,7 +148,9 @@ class Machine:
             index, before.end = before.sent, at
         life = Life(owner[0], index, at, step.kept_from is not None, step.reshard, pieces, end=len(self.steps))
         self._buffers[call + step.ahead, step.buffer] = life
-        if step.offset is not None:
+        if step.for_window:
+            self.at_end += pieces
+        elif step.offset is not None:
             self.lives.append(life)
 
     def _add_gradient(self, at: int, call: int, step: GradSlice | Accumulate | Reduce) -> None:
@@ -165,6 +179,8 @@ class Machine:
             following = list(self._following(state))
             if not following and (state.at < len(self.steps) or set(state.sent) - {DONE}):
                 raise Wrong("it does not come to an end")
+            if not following and any(state.memory[place] != content for place, content in self.at_end):
+                raise Wrong("what is kept is not there at the end")
             new = [each for each in following if each not in seen]
             seen.update(new)
             pending += new
@@ -238,6 +254,7 @@ class Machine:
         """What the host gave to the stream before is counted; a unit that stays until the host came to its wait."""
         units = set()
         for life in (life for life in self.lives if life.position <= self.sent[index].position):
+            assert life.sent is not None
             has_begun = state.at > life.position if life.takes_over else state.sent[life.sent] or life.sent == index
             counts = life.reshard or not (life.takes_over or self.sent[index].position > life.wait)
             if has_begun and state.at <= life.end and counts:

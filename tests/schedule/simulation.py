@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from hypothesis import strategies as st
 
-from fsdp_passes.schedule.plan import Gather, Plan, Reduce, Release, Run, Step, Wait, WaitReduce
+from fsdp_passes.schedule.plan import Call, Gather, Plan, Reduce, Release, Run, Step, Wait, WaitReduce
 
 
 @st.composite
@@ -38,12 +38,21 @@ def plans(draw: st.DrawFn, reshards: dict[int, bool], sizes: dict[tuple[int, int
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[Plan], int | None]:
+def cases(draw: st.DrawFn) -> tuple[list[Call], int | None]:
+    """Graphs that run one after another, and `in_flight`. Some units are kept for a window."""
     units = range(draw(st.integers(1, 5)))
     reshards = {unit: bool(draw(st.integers(0, 4))) for unit in units}
     sizes = {(unit, group): draw(st.integers(1, 700)) for unit in units for group in (0, 1)}
     sequence = draw(st.lists(plans(reshards, sizes), min_size=1, max_size=4))
-    return sequence, draw(st.sampled_from([1, 2, 2, 3, 4, None]))
+    kept = {str(unit) for unit in units if not draw(st.integers(0, 5))}
+    calls = [Call(plan, owners_of(plan), _buffers_of(plan, kept)) for plan in sequence]
+    return calls, draw(st.sampled_from([1, 2, 2, 3, 4, None]))
+
+
+def _buffers_of(plan: Plan, units: Collection[str]) -> frozenset[str]:
+    """But those that the graph returns."""
+    released = {step.buffer for step in plan.steps if isinstance(step, Release)}
+    return frozenset(gather.buffer for gather in plan.gathers if gather.unit in units) & released
 
 
 def owners_of(plan: Plan) -> dict[str, tuple[str, int]]:
@@ -51,29 +60,34 @@ def owners_of(plan: Plan) -> dict[str, tuple[str, int]]:
     return {shard: (shard[1:].partition("_")[0], int(shard[-1])) for shard in shards}
 
 
-def most_units_in_a_region(plan: Plan) -> int:
-    """The most units that must be live at once, but those that are returned; one that stays while it is waited for."""
-    released = {step.buffer for step in plan.steps if isinstance(step, Release)}
+def most_units_in_a_region(call: Call) -> int:
+    """The most units that must be live at once, but those that are returned, or kept for a window.
+
+    One that stays must be while it is waited for.
+    """
+    plan = call.plan
+    counted = {step.buffer for step in plan.steps if isinstance(step, Release)} - call.for_window
     gathers = {step.buffer: step for step in plan.steps if isinstance(step, Gather)}
     live: Counter[str] = Counter()
     most = 0
     for step in plan.steps:
         if isinstance(step, Wait):
             gather = gathers[step.buffer]
-            counts = step.buffer in released
+            counts = step.buffer in counted
             most = max(most, len({*+live, *[gather.unit] * counts}))
             live[gather.unit] += gather.reshard and counts
         elif isinstance(step, Release):
-            live[gathers[step.buffer].unit] -= gathers[step.buffer].reshard
+            live[gathers[step.buffer].unit] -= gathers[step.buffer].reshard and step.buffer in counted
     return most
 
 
 class Simulation:
     """Runs schedules step by step, and fails where one does what it must not."""
 
-    def __init__(self, sequence: Sequence[Plan], in_flight: int | None, early: bool = True) -> None:
+    def __init__(self, calls: Sequence[Call], in_flight: int | None, early: bool = True) -> None:
+        sequence = [call.plan for call in calls]
         self.early = early  # whether a gather must not be later than need be
-        self.plans, self.bound = sequence, float("inf") if in_flight is None else in_flight
+        self.bound = float("inf") if in_flight is None else in_flight
         self.live: dict[tuple[int, str], Gather] = {}  # issued, not released
         self.waited: set[tuple[int, str]] = set()
         self.under_way: list[tuple[int, str]] = []
@@ -83,16 +97,25 @@ class Simulation:
         units = {(call, gather.buffer): gather.unit for call, gather in gathers}
         self.missing = {key: units[key] for key in waits}  # not issued yet, in the order of use
         self.buffers = set(waits)
-        self.live_bytes: list[int] = []  # after each step, of what no graph returns
+        self.live_bytes: list[int] = []  # after each step, of what no graph returns, and no window keeps
+        self.kept: dict[tuple[str, torch.dtype], Gather] = {}  # for the window
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(gather.nbytes for gather in self.kept.values())
 
     def run(self, schedules: Sequence[Sequence[Step]]) -> None:
+        for gather in (step for steps in schedules for step in steps if isinstance(step, Gather) and step.for_window):
+            self.kept[gather.shard, gather.dtype] = gather
         for call, steps in enumerate(schedules):
             for step in steps:
                 self.step(call, step)
                 self.check()
-                self.live_bytes.append(sum(g.nbytes for g in self.live.values() if g.offset is not None))
-        left = {key for key, gather in self.live.items() if gather.offset is not None}
-        assert not left and not self.under_way, "buffers or reductions are left at the end"
+                own = [gather for gather in self.live.values() if gather.offset is not None]
+                self.live_bytes.append(sum(gather.nbytes for gather in own if not gather.for_window))
+        left = [gather for gather in self.live.values() if gather.offset is not None]
+        assert sorted(map(str, left)) == sorted(map(str, self.kept.values())), "other buffers are left at the end"
+        assert not self.under_way, "reductions are left at the end"
 
     def step(self, call: int, step: Step) -> None:
         if self.early and isinstance(step, Run | Reduce):
@@ -110,7 +133,9 @@ class Simulation:
                     assert (call, name) in self.waited, "read before its wait"
             case Release(buffer):
                 assert (call, buffer) in self.waited, "released before its wait"
-                assert self.live.pop((call, buffer)).offset is not None, "released, though the graph returns it"
+                released = self.live.pop((call, buffer))
+                assert released.offset is not None, "released, though the graph returns it"
+                assert not released.for_window, "released, though it is kept"
             case Reduce():
                 self.under_way.append((call, step.shard))
             case WaitReduce():
@@ -127,8 +152,12 @@ class Simulation:
             assert (call, gather.kept_from) in self.waited
             assert before.offset is not None, "kept, though the graph returns it"
             assert [before.shard, before.dtype, before.offset] == [gather.shard, gather.dtype, gather.offset]
+            assert before.for_window == gather.for_window
+        if gather.for_window:
+            assert gather.offset is not None, "kept, but without a place"
         if gather.offset is not None:
-            for other in (other for other in self.live.values() if other.offset is not None):
+            kept = [each for of, each in self.kept.items() if of != (gather.shard, gather.dtype)]
+            for other in (other for other in (*self.live.values(), *kept) if other.offset is not None):
                 assert other.offset + other.nbytes <= gather.offset or gather.offset + gather.nbytes <= other.offset
         self.live[key] = gather
 
@@ -136,7 +165,9 @@ class Simulation:
         return {
             gather.unit
             for key, gather in self.live.items()
-            if gather.offset is not None and (gather.reshard or (key not in self.waited and gather.kept_from is None))
+            if gather.offset is not None
+            and not gather.for_window
+            and (gather.reshard or (key not in self.waited and gather.kept_from is None))
         }
 
     def check_that_no_place_is_left_free(self) -> None:

@@ -13,7 +13,7 @@ from fsdp_passes.schedule.live_bytes import LiveBytes, live_bytes, peak_of
 from fsdp_passes.schedule.order import schedule, scheduled
 from fsdp_passes.schedule.plan import Call, GradSlice, Peak, Plan, Reduce, Run, Step
 from fsdp_passes.schedule.plan_text import load_plan
-from tests.schedule.simulation import Simulation, cases, owners_of
+from tests.schedule.simulation import Simulation, cases
 from tests.schedule.test_order import AGAIN, THREE, plan_of
 
 UNIT = 512  # bytes of each buffer of `plan_of`
@@ -80,18 +80,18 @@ def test_a_sum_to_which_two_graphs_add_is_there_to_the_end() -> None:
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(cases())
-def test_bytes_of_gathered_buffers_are_those_of_the_simulation(case: tuple[list[Plan], int | None]) -> None:
-    sequence, in_flight = case
-    calls = [Call(plan, owners_of(plan)) for plan in sequence]
+def test_bytes_of_gathered_buffers_are_those_of_the_simulation(case: tuple[list[Call], int | None]) -> None:
+    calls, in_flight = case
     try:
         schedules = schedule(calls, in_flight)
     except ValueError:
         return
-    simulation = Simulation(sequence, in_flight)
+    simulation = Simulation(calls, in_flight)
     simulation.run(schedules)
     memory = Memory.of(calls, schedules)
     assert [each.gathered + each.stay for each in live_bytes(memory)] == simulation.live_bytes
-    assert max(simulation.live_bytes) <= peak_of(memory).arena
+    assert {each.window for each in live_bytes(memory)} == {simulation.kept_bytes} == {peak_of(memory).window}
+    assert max(simulation.live_bytes) + simulation.kept_bytes <= peak_of(memory).arena
 
 
 def test_values_of_a_captured_graph_are_counted_by_storage() -> None:

@@ -19,7 +19,7 @@ from fsdp_passes.schedule.order import schedule, scheduled
 from fsdp_passes.schedule.plan import Call, Gather, Plan, Reduce, Release, Run, Step, Wait
 from fsdp_passes.schedule.plan_text import dump_plan
 from fsdp_passes.schedule.rules import verify_schedule
-from tests.schedule.simulation import Simulation, cases, most_units_in_a_region, owners_of
+from tests.schedule.simulation import Simulation, cases, most_units_in_a_region
 
 
 def plan_of(text: str) -> Plan:
@@ -338,10 +338,10 @@ def test_a_bound_that_one_region_exceeds_is_refused_with_the_units_and_their_byt
 
 @settings(max_examples=1000, deadline=None, derandomize=True, database=None)
 @given(cases())
-def test_random_schedules_keep_the_bound_and_serve_every_use(case: tuple[list[Plan], int | None]) -> None:
-    sequence, in_flight = case
-    calls = [Call(plan, owners_of(plan)) for plan in sequence]
-    needed = max(most_units_in_a_region(plan) for plan in sequence)
+def test_random_schedules_keep_the_bound_and_serve_every_use(case: tuple[list[Call], int | None]) -> None:
+    calls, in_flight = case
+    sequence = [call.plan for call in calls]
+    needed = max(map(most_units_in_a_region, calls))
     stays = any(not step.reshard for plan in sequence for step in plan.gathers)
     try:
         schedules = schedule(calls, in_flight)
@@ -350,7 +350,7 @@ def test_random_schedules_keep_the_bound_and_serve_every_use(case: tuple[list[Pl
         return
     assert in_flight is None or needed <= in_flight or stays  # a unit that stays may be there already
     assert schedules == schedule(calls, in_flight)
-    simulation = Simulation(sequence, in_flight)
+    simulation = Simulation(calls, in_flight)
     simulation.run(schedules)
     verify_schedule(calls, schedules, in_flight, 1)
     of_regions = [[step for step in steps if isinstance(step, Wait | Run | Reduce)] for steps in schedules]
@@ -360,11 +360,12 @@ def test_random_schedules_keep_the_bound_and_serve_every_use(case: tuple[list[Pl
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
 @given(cases())
-def test_a_scheduled_plan_is_scheduled_as_before(case: tuple[list[Plan], int | None]) -> None:
-    for plan in case[0]:
+def test_a_scheduled_plan_is_scheduled_as_before(case: tuple[list[Call], int | None]) -> None:
+    for call in case[0]:
+        plan = call.plan
         once = scheduled(plan, None)
         assert scheduled(once, None) == once
-        most = most_units_in_a_region(plan)
+        most = most_units_in_a_region(replace(call, for_window=frozenset()))
         assert scheduled(once, most or 1) == scheduled(plan, most or 1)
         assert (once.skeleton, once.buffers) == (plan.skeleton, plan.buffers)
 

@@ -48,13 +48,16 @@ STEPS: tuple[Step, ...] = (
     Event(),
     Gather("later", "t", torch.float32, 4, 'the "head"', reshard=False, offset=512, ahead=3, kept_from="full"),
     Gather("more", "t", torch.float32, 4, "", offset=0),
+    Gather("most", "u", torch.float32, 4, "norm", offset=1024, for_window=True),
 )
 OUTPUTS = ("x", None, 3, -0.5, True)
 
 
 def a_plan(trains: bool = False) -> Plan:
     regions = (graph(NEGATE), graph(NEGATE), graph(NEGATE))
-    return Plan("fwd" if trains else "bwd", ("s", None, "x"), STEPS, OUTPUTS, regions, trains, Peak(64, 8, 0, 12, 16))
+    return Plan(
+        "fwd" if trains else "bwd", ("s", None, "x"), STEPS, OUTPUTS, regions, trains, Peak(64, 8, 4, 0, 12, 16)
+    )
 
 
 class TestText(expecttest.TestCase):
@@ -66,7 +69,7 @@ class TestText(expecttest.TestCase):
             got,
             """\
 plan bwd (s, _, x)
-peak 92 B: arena 64, stay 8, returned 0, written 12, reduced 16
+peak 92 B: arena 64, stay 8, window 4, returned 0, written 12, reduced 16
    0 issue   full: bf16[16] = gather(s) of "up"
    1 wait    full
    2 run     y = region_0(full)
@@ -84,7 +87,8 @@ peak 92 B: arena 64, stay 8, returned 0, written 12, reduced 16
   14 event   gathers after compute
   15         later: f32[4] = gather(t) of "the \\"head\\"" at 512, stays, kept from full, graphs ahead: 3
   16 issue   more: f32[4] = gather(t) of "" at 0
-  17         return (x, None, 3, -0.5, True)
+  17 issue   most: f32[4] = gather(u) of "norm" at 1024, for the window
+  18         return (x, None, 3, -0.5, True)
 
 region_0:
    0         x: bf16[16] = input()
@@ -109,7 +113,7 @@ region_2:
             got,
             """\
 plan fwd trains ()
-peak 0 B: arena 0, stay 0, returned 0, written 0, reduced 0
+peak 0 B: arena 0, stay 0, window 0, returned 0, written 0, reduced 0
    0         return ()
 """,
         )
@@ -143,7 +147,7 @@ def test_indices_and_blank_lines_are_for_readers() -> None:
 
 
 def test_collectives_of_a_plan() -> None:
-    assert a_plan().gathers == (STEPS[0], STEPS[-1])
+    assert a_plan().gathers == (STEPS[0], STEPS[-2], STEPS[-1])
     assert a_plan().reductions == (STEPS[11],)
     assert a_plan().grad_slices == STEPS[3:5]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fsdp_passes as fsdp
-from fsdp_passes.runtime.order import with_owners
+from fsdp_passes.runtime.order import as_scheduled
 from fsdp_passes.runtime.timeline import Timeline
 from fsdp_passes.schedule.order import schedule
 from fsdp_passes.schedule.plan import Call
@@ -38,21 +38,23 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {  # in_flight
     "stays": (lambda: Net(checkpointing=True), 1),
     "block by block": (lambda: Net(blocks=3), 2),
     "concatenated": (Net, 2),
+    "kept": (lambda: Net(blocks=3), 1),
 }
 
 
-def _learnt(name: str) -> list[tuple[str, dict[str, tuple[str, int]]]]:
-    """Of each graph of a round its plan, as text, and to whom its shards belong."""
+def _learnt(name: str) -> list[tuple[str, dict[str, tuple[str, int]], frozenset[str]]]:
+    """Of each graph of a round its plan, as text, to whom its shards belong, and what is kept for a window."""
     make, in_flight = MODELS[name]
     model: Any = fsdp.shard(build(make), reshard_after_forward=name != "stays")
     options = {"codegen": "fx", "in_flight": in_flight, "grad_path": "cat" if name == "concatenated" else "views"}
+    options["keep_gathered_bytes"] = 2500 if name == "kept" else 0  # blocks have 1,024 bytes
     for each in model.blocks if name == "block by block" else [model]:
         each.compile(backend="fsdp_opt", options=options)
     for _ in range(2):
         out = model(TOKENS)
         getattr(out, "logits", out).sum().backward()
     (order,) = Timeline.of(sharded_state(model)).orders
-    return [(dump_plan(call.plan), dict(call.owners)) for call in with_owners(order.calls)]
+    return [(dump_plan(call.plan), dict(call.owners), call.for_window) for call in as_scheduled(order.calls)]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -60,7 +62,7 @@ def test_what_is_not_refused_is_right(name: str) -> None:
     """The rules refuse a mutant where some order of the streams goes wrong, and only there."""
     on_rank_0, on_rank_1 = pool.run(2, _learnt, name)
     assert on_rank_0 == on_rank_1
-    calls, in_flight = [Call(load_plan(text), owners) for text, owners in on_rank_0], MODELS[name][1]
+    calls, in_flight = [Call(load_plan(text), *rest) for text, *rest in on_rank_0], MODELS[name][1]
     steps = schedule(calls, in_flight)
     assert is_accepted(calls, steps, in_flight) and is_right(calls, steps, in_flight)
     verdicts = [is_accepted(calls, mutant, in_flight) for mutant in mutants(steps)]

@@ -19,7 +19,6 @@ from fsdp_passes.schedule.plan import (
     Event,
     Gather,
     GradSlice,
-    Plan,
     Release,
     Run,
     Step,
@@ -28,7 +27,7 @@ from fsdp_passes.schedule.plan import (
 )
 from fsdp_passes.schedule.rules import verify_schedule
 from tests.schedule.interleaving import Machine, TooMany, Wrong
-from tests.schedule.simulation import Simulation, cases, owners_of
+from tests.schedule.simulation import Simulation, cases
 from tests.schedule.test_order import AGAIN, THREE, plan_of
 
 Schedule = tuple[tuple[Step, ...], ...]
@@ -60,6 +59,7 @@ def _changes(step: Step) -> Iterator[Step]:
         if step.offset:
             yield replace(step, offset=step.offset - 4)
         yield replace(step, offset=None)
+        yield replace(step, for_window=not step.for_window)
     if isinstance(step, Gather) and step.kept_from is not None:
         yield replace(step, kept_from=None)
     if isinstance(step, WaitReduce):
@@ -72,8 +72,9 @@ def is_right(calls: Sequence[Call], steps: Schedule, in_flight: int | None, max_
     That a gather could be earlier is no fault. TooMany: there are more than `max_states` states.
     """
     try:
-        Simulation([call.plan for call in calls], in_flight, early=False).run(steps)
-        Machine(calls, steps, math.inf if in_flight is None else in_flight).explore(max_states)
+        Simulation(calls, in_flight, early=False).run(steps)
+        for is_there in (False, True):  # what is kept for a window
+            Machine(calls, steps, math.inf if in_flight is None else in_flight, is_there).explore(max_states)
     except (AssertionError, KeyError, ValueError, Wrong):
         return False
     return True
@@ -108,10 +109,9 @@ def test_rules_refuse_what_goes_wrong_and_nothing_else() -> None:
 
     @settings(max_examples=60, deadline=None, derandomize=True, database=None)
     @given(cases())
-    def check(case: tuple[list[Plan], int | None]) -> None:
-        sequence, in_flight = case
+    def check(case: tuple[list[Call], int | None]) -> None:
         try:
-            counts.update(judge([Call(plan, owners_of(plan)) for plan in sequence], in_flight, max_states=300))
+            counts.update(judge(*case, max_states=300))
         except ValueError as refused:
             assert "in_flight" in str(refused)
 

@@ -311,7 +311,7 @@ def test_functions_of_sharded_models_refuse_a_plain_one(function: Callable[[nn.M
         function(nn.Linear(2, 2))
 
 
-KNOWN = "grad_path, accumulate_bytes, in_flight, wgrad, codegen, verify, dump_dir, poison"
+KNOWN = "grad_path, accumulate_bytes, in_flight, keep_gathered_bytes, wgrad, codegen, verify, dump_dir, poison"
 _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"gradpath": "cat"}, f"options: expected names among {KNOWN}, got 'gradpath'"),
     "unknown among known": ({"verify": 2, "Verify": 2}, f"options: expected names among {KNOWN}, got 'Verify'"),
@@ -346,6 +346,14 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"in_flight": 2.0},
         "options['in_flight']: expected None or a number of units from 1 on, got 2.0",
     ),
+    "keep_gathered_bytes": (
+        {"keep_gathered_bytes": -1},
+        "options['keep_gathered_bytes']: expected a number of bytes, got -1",
+    ),
+    "keep_gathered_bytes without a limit": (
+        {"keep_gathered_bytes": None},
+        "options['keep_gathered_bytes']: expected a number of bytes, got None",
+    ),
     "poison": ({"poison": 1}, "options['poison']: expected one of (False, True), got 1"),
     "dump_dir": ({"dump_dir": 3}, "options['dump_dir']: expected a path or None, got 3"),
 }
@@ -367,7 +375,7 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("FSDP_PASSES_DUMP", "FSDP_PASSES_POISON"):
         monkeypatch.delenv(variable, raising=False)
     assert Options.parse(None) == Options.parse({}) == Options()
-    assert Options() == Options("views", None, 2, "round", "inductor", 1, None, False)
+    assert Options() == Options("views", None, 2, 0, "round", "inductor", 1, None, False)
 
 
 @pytest.mark.parametrize(("value", "poisons"), [("1", True), ("0", False), ("", False)])

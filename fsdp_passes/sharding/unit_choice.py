@@ -1,4 +1,4 @@
-"""Which units add up their gradients unreduced, when a rank may hold only so many bytes of them."""
+"""Which units keep gradients, or parameters, between microbatches, when a rank may hold only so many bytes of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 _MAX_STEPS = 1 << 20  # bits of the sums that are told apart: 128 KiB a unit
 
 
-def choose_deferred(bytes_of: Mapping[str, int], limit: int) -> frozenset[str]:
+def choose_units(bytes_of: Mapping[str, int], limit: int) -> frozenset[str]:
     """The units that together fill `limit` bytes best, in the order of `bytes_of` where several choices do.
 
-    What a unit saves, its reduction in each microbatch but the last, is in proportion to its bytes, as is what it
-    costs: so the largest sum within the limit saves most. It is found by dynamic programming over the sums that can be
-    reached (subset sum), in steps of the sizes' greatest common divisor. Where those are more than 2**20, the steps are
-    limit / 2**20, a size counts as the next multiple of it, and units that fit into the rest are added.
+    What a unit saves, its reduction or its gathers in each microbatch but one, is in proportion to its bytes, as is
+    what it costs: so the largest sum within the limit saves most. It is found by dynamic programming over the sums that
+    can be reached (subset sum), in steps of the sizes' greatest common divisor. Where those are more than 2**20, the
+    steps are limit / 2**20, a size counts as the next multiple of it, and units that fit into the rest are added.
     """
     if sum(bytes_of.values()) <= limit:
         return frozenset(bytes_of)

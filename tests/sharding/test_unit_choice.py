@@ -1,4 +1,4 @@
-"""Which units wait with their gradients: the most bytes that a limit holds."""
+"""Which units keep something between microbatches: the most bytes that a limit holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fsdp_passes.sharding.deferral import choose_deferred
+from fsdp_passes.sharding.unit_choice import choose_units
 
 EXACT_LIMIT = 2 * 16384 - 1  # up to it a byte is a step
 exhaustive = settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -26,7 +26,7 @@ def best_sum(sizes: list[int], limit: int) -> int:
 
 
 def chosen_sum(sizes: list[int], limit: int) -> int:
-    chosen = choose_deferred(named(sizes), limit)
+    chosen = choose_units(named(sizes), limit)
     assert chosen <= named(sizes).keys()
     return sum(named(sizes)[unit] for unit in chosen)
 
@@ -62,7 +62,7 @@ def test_the_sum_of_large_sizes_is_the_largest_but_for_rounding(sizes: list[int]
 @given(st.lists(st.integers(1, 10**12), max_size=10), st.integers(0, 10**6))
 @example([81924, 81925], 0)
 def test_where_all_fit_all_wait(sizes: list[int], spare: int) -> None:
-    assert choose_deferred(named(sizes), sum(sizes) + spare) == named(sizes).keys()
+    assert choose_units(named(sizes), sum(sizes) + spare) == named(sizes).keys()
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_where_all_fit_all_wait(sizes: list[int], spare: int) -> None:
     ],
 )
 def test_examples(sizes: dict[str, int], limit: int, chosen: set[str]) -> None:
-    assert choose_deferred(sizes, limit) == chosen
+    assert choose_units(sizes, limit) == chosen
 
 
 def test_units_that_are_larger_than_the_limit_cost_nothing() -> None:
     """The sums are bits of one number, which need not reach beyond the limit."""
     tracemalloc.start()
-    assert choose_deferred({"a": 1 << 30, "b": 1 << 29}, 0) == set()
+    assert choose_units({"a": 1 << 30, "b": 1 << 29}, 0) == set()
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes < 1 << 20
@@ -95,7 +95,7 @@ def test_units_that_are_larger_than_the_limit_cost_nothing() -> None:
 @given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 200), st.randoms())
 def test_the_choice_depends_on_nothing_but_its_input(sizes: list[int], limit: int, random: object) -> None:
     """Every rank chooses for itself. In another order of the units other ones may be chosen, of the same sum."""
-    assert choose_deferred(named(sizes), limit) == choose_deferred(named(sizes), limit)
+    assert choose_units(named(sizes), limit) == choose_units(named(sizes), limit)
     shuffled = list(sizes)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert chosen_sum(shuffled, limit) == chosen_sum(sizes, limit)
