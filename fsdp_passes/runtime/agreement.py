@@ -7,7 +7,8 @@ one line a collective, so that nothing depends on how late a rank is: the others
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
@@ -57,6 +58,17 @@ class Agreement:
         if self._uncompared and (self._at_once or host_waits or len(self._uncompared) > _MOST_UNCOMPARED):
             lines, self._uncompared = tuple(self._uncompared), []
             self._compare(self._ranks, lines)
+
+    @contextlib.contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Waits inside are for `what`, a line as `check` takes it: a RuntimeError says so."""
+        try:
+            yield
+        except RuntimeError as lost:
+            raise RuntimeError(
+                f"fsdp_passes: rank {dist.get_rank()}, in step {self.step}, waited for the {what}, but another rank "
+                "has ended, or is later than the process group's timeout"
+            ) from lost
 
     def _compare(self, ranks: dist.ProcessGroup, lines: tuple[str, ...]) -> None:
         try:

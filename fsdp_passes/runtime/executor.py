@@ -8,6 +8,7 @@ asked for other gradients only (torch.autograd.grad of an input) accumulates and
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -17,7 +18,19 @@ from fsdp_passes._compat import profiler_span
 from fsdp_passes.ir.ops import is_shard, owner_of
 from fsdp_passes.runtime.order import GraphCall, Scheduler, Settings
 from fsdp_passes.runtime.timeline import Timeline, Turn
-from fsdp_passes.schedule.plan import Accumulate, Event, Gather, GradSlice, Plan, Reduce, Release, Run, Wait, WaitReduce
+from fsdp_passes.schedule.plan import (
+    Accumulate,
+    Event,
+    Gather,
+    GradSlice,
+    Plan,
+    Reduce,
+    Release,
+    Run,
+    Step,
+    Wait,
+    WaitReduce,
+)
 from fsdp_passes.sharding.grad_buffer import GradSlot, prepare
 from fsdp_passes.sharding.group import FlatGroup
 
@@ -65,24 +78,32 @@ class Executor:
 
     def _run_steps(self, turn: Turn, values: dict[str, Any]) -> None:
         slots: dict[str, GradSlot] = {}
-        for step in turn.steps:
-            match step:
-                case Event() | Gather() | WaitReduce():
-                    turn.do(step)
-                case Wait():
-                    values[step.buffer] = turn.wait(step.buffer)
-                case Run():
-                    self._run(step, values, slots)
-                case Release():
-                    del values[step.buffer]
-                    turn.release(step.buffer)
-                case GradSlice():
-                    group = _group(values[step.shard])
-                    slots[step.name] = group.grad_slot(step.piece, step.shape, step.dtype, step.separate)
-                case Accumulate():
-                    _accumulate(step, values)
-                case Reduce():
-                    _reduce(step, values)
+        try:
+            for step in turn:
+                self._do(step, turn, values, slots)
+        except Exception:
+            with contextlib.suppress(Exception):  # the first is the one to be told
+                turn.send_the_rest()
+            raise
+
+    def _do(self, step: Step, turn: Turn, values: dict[str, Any], slots: dict[str, GradSlot]) -> None:
+        match step:
+            case Event() | Gather() | WaitReduce():
+                turn.do(step)
+            case Wait():
+                values[step.buffer] = turn.wait(step.buffer)
+            case Run():
+                self._run(step, values, slots)
+            case Release():
+                del values[step.buffer]
+                turn.release(step.buffer)
+            case GradSlice():
+                group = _group(values[step.shard])
+                slots[step.name] = group.grad_slot(step.piece, step.shape, step.dtype, step.separate)
+            case Accumulate():
+                _accumulate(step, values)
+            case Reduce():
+                _reduce(step, values)
 
     def _announce(self, groups: Collection[FlatGroup], values: dict[str, Any]) -> None:
         """Tell the models what is about to run, and have the regions ready."""

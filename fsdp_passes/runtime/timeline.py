@@ -24,13 +24,14 @@ from fsdp_passes._compat import queue_backward_callback, running_backward, warn_
 from fsdp_passes.runtime.arena import Arena
 from fsdp_passes.runtime.collectives import Done
 from fsdp_passes.runtime.order import GraphCall, Order
-from fsdp_passes.schedule.plan import Event, Gather, Reduce, Step, Wait, WaitReduce
+from fsdp_passes.schedule.plan import Accumulate, Event, Gather, GradSlice, Reduce, Release, Run, Step, Wait, WaitReduce
 from fsdp_passes.sharding.group import FlatGroup
 from fsdp_passes.sharding.model import ShardedModel
 from fsdp_passes.sharding.poison import poison
 
 log = logging.getLogger(__name__)
 
+_COMPUTES = (Accumulate, GradSlice, Release, Run)
 _MAX_CALLS = 1000  # of a round; a longer one is several, whose order is not worth knowing
 _MAX_ORDERS = 16
 
@@ -51,13 +52,19 @@ class _Gathered:
         return self.version != self.group.version
 
 
-@dataclass(frozen=True)
+@dataclass
 class Turn:
-    """Call `number` of a round: what it does, and its buffers."""
+    """Call `number` of a round: what it does, how far it has come, and its buffers."""
 
     timeline: Timeline
     number: int
     steps: tuple[Step, ...]
+    position: int = 0
+
+    def __iter__(self) -> Iterator[Step]:
+        for position, step in enumerate(self.steps):
+            self.position = position
+            yield step
 
     def do(self, step: Event | Gather | WaitReduce) -> None:
         match step:
@@ -68,6 +75,21 @@ class Turn:
             case WaitReduce():
                 call = self.timeline.call(self.number - step.ago, now=self.number)
                 call.groups[step.shard].gradients.finish_reduce()
+
+    def send_the_rest(self) -> None:
+        """An exception ended what is computed: send what the other ranks wait for in this graph, gradients as zeros."""
+        if not isinstance(self.steps[self.position], _COMPUTES):
+            return
+        for step in self.steps[self.position + 1 :]:
+            match step:
+                case Event() | Gather():
+                    self.do(step)
+                case Wait():
+                    self.wait(step.buffer)
+                case Reduce():
+                    group = self.timeline.call(self.number, now=self.number).groups[step.shard]
+                    if group.is_reduced_by_graph():
+                        group.gradients.reduce_zeros()
 
     def wait(self, buffer: str) -> Tensor:
         return self.timeline.wait(self.number, buffer)
@@ -233,10 +255,11 @@ class Timeline:
         """The buffer, with the values that the shard has now."""
         key = number, self._calls[number].plan.buffers[buffer]
         gathered = self._live.pop(key)
-        gathered.work.wait()
         group, full = gathered.group, gathered.full
-        if gathered.is_stale:
-            group.gather_into(full)
+        with group.waiting_for("gather", full.dtype):
+            gathered.work.wait()
+            if gathered.is_stale:
+                group.gather_into(full)
         now = replace(gathered, work=Done(), version=group.version)
         if gathered.step.offset is not None:
             self._live[key] = now

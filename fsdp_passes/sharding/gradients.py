@@ -91,12 +91,18 @@ class GroupGradients:
         self.buffer, self.differentiated, full = None, False, buffer.take()
         self._in_flight = _Reduction(*self._send(full), params)
 
+    def reduce_zeros(self) -> None:
+        """Take part in the others' reduction, and forget it."""
+        layout, device = self.group.layout, self.group.shard.device
+        self._send(torch.zeros(layout.full_elems, dtype=self.group.reduce_dtype, device=device))[1].wait()
+
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight, if there is one, and add it to what was reduced in this window."""
         if self._in_flight is None:
             return
         reduction, self._in_flight = self._in_flight, None
-        reduction.work.wait()
+        with self.group.waiting_for("reduce-scatter", self.group.reduce_dtype):
+            reduction.work.wait()
         if self.reduced is None:
             self.reduced = self._own(reduction.piece)
         else:

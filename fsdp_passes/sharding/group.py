@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,6 +147,10 @@ class FlatGroup:
         """What the ranks compare before they send a whole flat group in `dtype`."""
         name, elems = str(dtype).removeprefix("torch."), self.layout.full_elems
         return f'{collective} of unit "{self.unit}" ({elems} x {name}, from {self.names[0]} on)'
+
+    def waiting_for(self, collective: str, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """In which the whole flat group is waited for; a RuntimeError names it."""
+        return self.model.agreement.waiting_for(self.line(collective, dtype))
 
     def gather(self, dtype: torch.dtype) -> Tensor:
         self.model.agreement.check([self.line("gather", dtype)])

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_passes as fsdp
+from fsdp_passes.codegen.variants import Regions
 from fsdp_passes.runtime import agreement
 from fsdp_passes.runtime.agreement import Agreement, difference
 from fsdp_passes.runtime.collectives import another_group
 from tests.dist import pool
-from tests.dist.models import build, full_grads
+from tests.dist.models import build, compiled, full_grads
 
 WIDTH = 8
 X = torch.linspace(-1, 1, 6 * WIDTH).view(6, WIDTH).requires_grad_()  # so that all blocks are compiled once
@@ -129,6 +130,38 @@ def edits_between_microbatches(blocks: Any, differs: bool) -> None:
         _train(blocks)
 
 
+def fails_in_a_forward(blocks: Any, differs: bool) -> None:
+    """One rank goes on with the next batch; the others do not wait for it in this one."""
+    for _ in range(2):
+        _train(blocks)
+    with _failing_region("fwd") if differs else contextlib.nullcontext():
+        _train(blocks)
+    _train(blocks)
+
+
+def fails_in_a_backward(blocks: Any, differs: bool) -> None:
+    for _ in range(2):
+        _train(blocks)
+    with _failing_region("bwd") if differs else contextlib.nullcontext():
+        _train(blocks)
+    _train(blocks)
+
+
+@contextlib.contextmanager
+def _failing_region(direction: str, fails: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """The first region of `direction` fails in the first block that runs it."""
+    call = Regions.__call__
+
+    def fail(self: Regions, number: int, first: bool, inputs: list[Any]) -> Any:
+        if self._direction == direction:
+            fails()
+            raise KeyError("an error of one rank")
+        return call(self, number, first, inputs)
+
+    with mock.patch.object(Regions, "__call__", fail), pytest.raises(KeyError):
+        yield
+
+
 def clips(blocks: Any, differs: bool) -> None:
     _train(blocks)
     if differs:
@@ -184,6 +217,8 @@ CASES = (
     Case(edits_between_graphs, COMPILED, ('step 2: backward gather of unit "0"', 'step 2: gather after an edit of unit "1"')),
     Case(edits_between_microbatches, COMPILED, ('step 0: forward use of the kept copy of unit "1"', 'step 0: forward gather of unit "1"'), {"keep_gathered_bytes": 1 << 20}),
     Case(runs_one_more_of_the_last_window, COMPILED, ('step 2: reduce-scatter of unit "2"', 'step 2: forward use of the kept copy of unit "0"'), {"keep_gathered_bytes": 1 << 20}),
+    Case(fails_in_a_forward, COMPILED, ('step 2: backward gather of unit "0"', 'step 2: forward gather of unit "0"')),
+    Case(fails_in_a_backward, COMPILED, ('step 2: reduce-scatter of unit "1"', 'step 2: forward gather of unit "0"')),
     pytest.param(Case(clips, COMPILED, ('step 1: forward gather of unit "0"', 'step 1: norm, sum or other reduction of parameters')), marks=pytest.mark.slow),
     Case(clips, UNCOMPILED, ('step 1: gather of unit "0"', 'step 1: norm, sum or other reduction of parameters')),
     Case(reads_a_whole_parameter, UNCOMPILED, ('step 0: gather of unit "0"', 'step 0: full_tensor of 1.up.weight')),
@@ -302,6 +337,27 @@ def test_ranks_may_compile_apart_and_use_other_parameters_of_a_unit() -> None:
     pool.run(2, _computes_otherwise)
 
 
+def _evaluate_and_train(failing_rank: int | None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of evaluations, in one of which a rank fails and goes on, and gradients after them."""
+    blocks, losses = _sharded(COMPILED), []
+    for number in range(4):
+        fails = number >= 2 and dist.get_rank() == failing_rank
+        with torch.no_grad(), _failing_region("fwd") if fails else contextlib.nullcontext():
+            losses.append(_forward(blocks).item())
+    _train(blocks)
+    return losses, {name: grad for name, grad in full_grads(blocks).items() if grad is not None}
+
+
+def test_a_rank_that_fails_in_a_graph_sends_what_the_others_wait_for() -> None:
+    """Where all send the same afterwards, it may go on."""
+    (losses, grads), others = pool.run(2, _evaluate_and_train, None)[0], pool.run(2, _evaluate_and_train, 1)
+    assert [len(each) for each, _ in others] == [4, 2]
+    for other_losses, other_grads in others:
+        assert other_losses == losses[: len(other_losses)]
+        assert grads.keys() == other_grads.keys()
+        assert all(torch.equal(grads[name], other_grads[name]) for name in grads)
+
+
 def _compared_later() -> str:
     """As on a device where the host does not wait for each comparison."""
     ranks = Agreement(another_group(dist.group.WORLD, "a test", backend="gloo"), at_once=False)
@@ -337,6 +393,24 @@ def _left_by_rank_1() -> tuple[str, str]:
     with pytest.raises(RuntimeError) as error:
         _train(blocks)
     return str(error.value), str(error.value.__cause__)
+
+
+def _left_in_a_graph(direction: str, in_flight: int | None) -> tuple[str, str]:
+    run = compiled(fsdp.shard(build(lambda: nn.Sequential(*_blocks())), units=[Block]), in_flight=in_flight)
+    run(X).sum().backward()
+    if dist.get_rank() == 1:
+        with _failing_region(direction, lambda: os._exit(0)):
+            run(X).sum().backward()
+    with pytest.raises(RuntimeError) as error:
+        run(X).sum().backward()
+    return str(error.value), str(error.value.__cause__)
+
+
+@pytest.mark.parametrize(("direction", "in_flight", "what"), [("fwd", 1, 'gather of unit "1"'), ("bwd", None, 'reduce-scatter of unit "2"')])
+def test_a_rank_that_ended_in_a_graph_is_told_of(direction: str, in_flight: int | None, what: str) -> None:
+    (message, cause), _ = pool.run(2, _left_in_a_graph, direction, in_flight, leaving=1)
+    assert message.startswith(f"fsdp_passes: rank 0, in step 1, waited for the {what} (256 x float32, from ")
+    assert "onnection" in cause
 
 
 def test_a_rank_that_has_ended_is_told_of() -> None:
