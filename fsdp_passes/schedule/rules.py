@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from fsdp_passes.ir.alias import source
+from fsdp_passes.ir.nodes import results
 from fsdp_passes.ir.verify import VerifyError, lines_around
 from fsdp_passes.schedule.lifetime import BrokenSchedule, Life, Memory
-from fsdp_passes.schedule.plan import Call, Gather, Release, Step
+from fsdp_passes.schedule.plan import Call, Gather, GradSlice, Release, Run, Step
 from fsdp_passes.schedule.plan_text import step_line
 from fsdp_passes.schedule.streams import accesses_are_ordered
 
@@ -37,6 +39,22 @@ def buffers_are_let_go_once(memory: Memory) -> None:
         late = [read for read in life.reads if life.ends and read > life.ends[0]]
         if late:
             raise BrokenSchedule(late[0], f"{life.gather.buffer} is read after it was let go")
+
+
+def no_view_leaves_its_region(memory: Memory) -> None:
+    """What a region returns is no view of a gathered buffer that is let go, nor of a sum of gradients.
+
+    So each read of these names them.
+    """
+    let_go = {(life.call + life.gather.ahead, life.gather.buffer) for life in memory.lives if not life.returned}
+    let_go |= {(call, step.name) for call, step in memory.steps if isinstance(step, GradSlice)}
+    for position, (call, step) in enumerate(memory.steps):
+        if isinstance(step, Run) and step.region < len(memory.calls[call].plan.regions):
+            graph = memory.calls[call].plan.regions[step.region].graph
+            inputs = dict(zip(graph.find_nodes(op="placeholder"), step.inputs, strict=True))
+            for node, name in zip(results(graph), step.outputs, strict=True):
+                if (call, inputs.get(source(node))) in let_go:
+                    raise BrokenSchedule(position, f"{name} is a view of {inputs[source(node)]}")
 
 
 def what_a_window_keeps_is_not_released(memory: Memory) -> None:
@@ -115,6 +133,7 @@ def no_more_reductions_are_under_way_than_the_bound(memory: Memory, bound: float
 RULES: tuple[Callable[[Memory], None], ...] = (
     buffers_are_waited_for_once,
     buffers_are_let_go_once,
+    no_view_leaves_its_region,
     what_a_window_keeps_is_not_released,
     what_is_kept_is_what_was_there,
     live_buffers_do_not_overlap,

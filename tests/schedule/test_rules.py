@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from fsdp_passes.ir.verify import VerifyError
-from fsdp_passes.schedule.order import schedule
+from fsdp_passes.schedule.order import schedule, scheduled
 from fsdp_passes.schedule.plan import (
     Accumulate,
     Call,
@@ -25,6 +26,7 @@ from fsdp_passes.schedule.plan import (
     Wait,
     WaitReduce,
 )
+from fsdp_passes.schedule.plan_text import load_plan
 from fsdp_passes.schedule.rules import verify_schedule
 from tests.schedule.interleaving import Machine, TooMany, Wrong
 from tests.schedule.simulation import Simulation, cases
@@ -199,6 +201,45 @@ accesses_are_ordered: nothing orders the gather of a and the gather of c
   graph 0 run     region_0(b)
   graph 0 release b""",
         )
+
+
+VIEW = """
+plan bwd (s)
+   0 issue   full: f32[4] = gather(s) of "up" at 0
+   1 wait    full
+   2         slice: f32[4] = grad_slice(s, 0)
+   3 run     x, y = region_0(full, slice)
+   4 release full
+   5 run     z = region_1(x, y)
+   6 issue   reduce(s, f32[4])
+   7 wait    reduce(s)
+   8         return (z)
+
+region_0:
+   0         a: f32[4] = input()
+   1         b: f32[4] = input()
+   2         c: f32[2,2] = aten.view(a, [2, 2])
+   3         d: f32[2,2] = aten.neg(c)
+   4         e: f32[2,2] = aten.view(b, [2, 2])
+   5         return (LEAVING)
+
+region_1:
+   0         f: f32[2,2] = input()
+   1         g: f32[2,2] = input()
+   2         h: f32[2,2] = aten.mm(f, g)
+   3         return (h,)
+"""
+
+
+@pytest.mark.parametrize(
+    ("leaving", "message"),
+    [("d, d", None), ("d, c", "y is a view of full"), ("e, d", "x is a view of slice")],
+)
+def test_a_view_of_what_is_let_go_does_not_leave_its_region(leaving: str, message: str | None) -> None:
+    plan = scheduled(load_plan(VIEW.strip().replace("LEAVING", leaving) + "\n"), 1)
+    refusal = contextlib.nullcontext() if message is None else pytest.raises(VerifyError, match=message)
+    with refusal:
+        verify_schedule([Call.alone(plan)], [plan.steps], 1, 1)
 
 
 def test_nothing_is_checked_at_level_0() -> None:
