@@ -45,9 +45,7 @@ def schedule(calls: Sequence[Call], in_flight: int | None) -> tuple[tuple[Step, 
 
     ValueError: `in_flight` (None: no bound) is less than what one region needs.
     """
-    line = _Line()
-    for call in calls:
-        line.add(call)
+    line = _Line.of(calls)
     bound = math.inf if in_flight is None else in_flight
     issues = choose_issues(line, bound)
     before = _steps_before(line, issues, bound)
@@ -129,31 +127,32 @@ class _Line:
     steps: list[tuple[int, Step | None]] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
 
-    def add(self, call: Call) -> None:
-        number = self.steps[-1][0] + 1 if self.steps else 0
-        gathers = {step.buffer: step for step in call.plan.steps if isinstance(step, Gather)}
-        use_of: dict[str, Use] = {}
-        for step in (*call.plan.steps, None):
-            match step:
-                case Gather(kept_from=str(buffer)) | Release(buffer):
-                    use_of[buffer].released.add(buffer)
-                    use_of[buffer].end = len(self.steps)
-                case Event() | Gather() | WaitReduce():
-                    pass
-                case Wait():
-                    gather = gathers[step.buffer]
-                    for_window = step.buffer in call.for_window
-                    use_of[step.buffer] = self._use(number, call.owners[gather.shard], gather, for_window)
-                    self.steps.append((number, step))
-                case _:
-                    self.steps.append((number, step))
+    @classmethod
+    def of(cls, calls: Sequence[Call]) -> _Line:
+        """That of the calls' own plans, in which units are gathered on demand."""
+        line = cls()
+        place_of: list[int] = []  # of each step
+        for number, call in enumerate(calls):
+            for step in call.plan.steps:
+                place_of.append(len(line.steps))
+                if not isinstance(step, Event | Gather | Release | WaitReduce):
+                    line.steps.append((number, step))
+            line.steps.append((number, None))
+        memory = Memory.of(calls, [call.plan.steps for call in calls])
+        for life in sorted(memory.lives, key=lambda life: life.waits[0]):
+            for_window = life.gather.buffer in calls[life.call].for_window
+            use = line._use(life.call, life.owner, life.gather, place_of[life.waits[0]], for_window)
+            if life.ends:
+                use.released.add(life.gather.buffer)
+                use.end = max(place_of[life.ends[0]], use.end or 0)
+        return line
 
-    def _use(self, call: int, owner: Owner, gather: Gather, for_window: bool) -> Use:
+    def _use(self, call: int, owner: Owner, gather: Gather, wait: int, for_window: bool) -> Use:
         """The use of which `gather` is a part: waits that follow each other, for one unit, are one use."""
         last = self.uses[-1] if self.uses else None
-        follows = last is not None and last.start + len(last.gathers) == len(self.steps) and last.call == call
+        follows = last is not None and last.start + len(last.gathers) == wait and last.call == call
         if last is None or not follows or last.unit != owner[0] or last.for_window or for_window:
-            last = Use(owner[0], call, len(self.steps), for_window)
+            last = Use(owner[0], call, wait, for_window)
             self.uses.append(last)
         last.gathers[owner[1], gather.dtype] = gather
         return last
