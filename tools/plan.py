@@ -51,9 +51,9 @@ def build(flags: argparse.Namespace) -> LlamaForCausalLM:
         return LlamaForCausalLM(config)
 
 
-def plan(flags: argparse.Namespace) -> Explanation:
+def plan(model: LlamaForCausalLM, flags: argparse.Namespace) -> Explanation:
     """What a step of rank 0 does, in bf16, with gradients in fp32; the second one knows the order of the graphs."""
-    model = fsdp.shard(build(flags), precision=fsdp.Precision(param=torch.bfloat16, reduce=torch.float32))
+    fsdp.shard(model, precision=fsdp.Precision(param=torch.bfloat16, reduce=torch.float32))
     model.compile(backend="fsdp_opt", options=flags.options)
     tokens = torch.zeros(1, flags.seq, dtype=torch.long, device="meta")
     for _ in range(2):
@@ -64,8 +64,9 @@ def plan(flags: argparse.Namespace) -> Explanation:
 def main() -> None:
     flags, start = parse_flags(), time.monotonic()
     dist.init_process_group("fake", rank=0, world_size=flags.world_size, store=dist.HashStore())
-    explanation = plan(flags)
-    num_params = sum(parameter.numel() for parameter in build(flags).parameters())
+    model = build(flags)
+    num_params = sum(parameter.numel() for parameter in model.parameters())
+    explanation = plan(model, flags)
     seconds = time.monotonic() - start
     print(f"{num_params / 1e9:.1f} billion parameters, {flags.world_size} ranks, planned in {seconds:.0f} s")
     print("\n".join(f"round of graphs {each}" for each in explanation.rounds))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_passes.runtime.collectives import another_group, is_dry_run, numbers_of_ranks, objects_of_ranks
+from fsdp_passes.runtime.collectives import Done, another_group, is_dry_run, numbers_of_ranks, objects_of_ranks
 
 _MOST_UNCOMPARED = 10_000  # lines, where the host does not wait: evaluations are compared now and then, too
 
@@ -61,13 +62,13 @@ class Agreement:
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Waits inside are for `what`, a line as `check` takes it: a RuntimeError says so."""
+        """What is waited for inside is `what`, a line as for `check`: RuntimeError names it if that fails."""
         try:
             yield
         except RuntimeError as lost:
             raise RuntimeError(
-                f"fsdp_passes: rank {dist.get_rank()}, in step {self.step}, waited for the {what}, but another rank "
-                "has ended, or is later than the process group's timeout"
+                f"fsdp_passes: rank {dist.get_rank()}, in step {self.step}, waited for the {what}, which failed: "
+                "another rank has ended, or is later than the process group's timeout"
             ) from lost
 
     def _compare(self, ranks: dist.ProcessGroup, lines: tuple[str, ...]) -> None:
@@ -81,6 +82,19 @@ class Agreement:
                 "for the other ranks to say the same, but one has ended, or is later than the process group's timeout"
             ) from lost
         raise RuntimeError(difference(dict(zip(dist.get_process_group_ranks(ranks), of_ranks, strict=True))))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective under way. `what` it is, a line as for `check`, is named if its wait fails."""
+
+    work: dist.Work | Done
+    what: str
+    agreement: Agreement
+
+    def wait(self) -> None:
+        with self.agreement.waiting_for(self.what):
+            self.work.wait()
 
 
 def _digest(step: int, lines: Sequence[str]) -> int:

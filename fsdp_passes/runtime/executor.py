@@ -8,7 +8,6 @@ asked for other gradients only (torch.autograd.grad of an input) accumulates and
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -66,29 +65,15 @@ class Executor:
         groups = {name: _group(value) for name, value in values.items() if is_shard(value)}
         self._announce(groups.values(), values)
         call = GraphCall(self.plan, groups, self._settings, self._schedule)
-        timeline = Timeline.of(call.model)
-        try:
-            self._run_steps(timeline.begin(call), values)
-        except BaseException:
-            timeline.abandon_round()
-            for group in groups.values():
-                group.gradients.drop_blank_buffer()
-            raise
-        return tuple(values[out] if isinstance(out, str) else out for out in self.plan.outputs)
-
-    def _run_steps(self, turn: Turn, values: dict[str, Any]) -> None:
         slots: dict[str, GradSlot] = {}
-        try:
+        with Timeline.of(call.model).turn(call) as turn:
             for step in turn:
                 self._do(step, turn, values, slots)
-        except Exception:
-            with contextlib.suppress(Exception):  # the first is the one to be told
-                turn.send_the_rest()
-            raise
+        return tuple(values[out] if isinstance(out, str) else out for out in self.plan.outputs)
 
     def _do(self, step: Step, turn: Turn, values: dict[str, Any], slots: dict[str, GradSlot]) -> None:
         match step:
-            case Event() | Gather() | WaitReduce():
+            case Event() | Gather() | Reduce() | WaitReduce():
                 turn.do(step)
             case Wait():
                 values[step.buffer] = turn.wait(step.buffer)
@@ -102,8 +87,6 @@ class Executor:
                 slots[step.name] = group.grad_slot(step.piece, step.shape, step.dtype, step.separate)
             case Accumulate():
                 _accumulate(step, values)
-            case Reduce():
-                _reduce(step, values)
 
     def _announce(self, groups: Collection[FlatGroup], values: dict[str, Any]) -> None:
         """Tell the models what is about to run, and have the regions ready."""
@@ -146,9 +129,3 @@ def _accumulate(step: Accumulate, values: dict[str, Any]) -> None:
     group = _group(values[step.shard])
     if group.wants_gradient():
         group.accumulate(full_grad, step.pieces)
-
-
-def _reduce(step: Reduce, values: dict[str, Any]) -> None:
-    group = _group(values[step.shard])
-    if group.wants_gradient():
-        group.reduce_if_complete()

@@ -5,9 +5,13 @@ Positions count the steps of all graphs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from torch import fx
+
+from fsdp_passes.ir.alias import source
+from fsdp_passes.ir.nodes import results
 from fsdp_passes.schedule.plan import (
     Accumulate,
     Call,
@@ -117,6 +121,21 @@ class Memory:
         return walk.memory
 
 
+def inputs_of(call: Call, run: Run) -> dict[fx.Node, str]:
+    """The inputs of the region that `run` of `call` calls, and their names in the plan; none where it has no graph."""
+    if run.region >= len(call.plan.regions):
+        return {}
+    return dict(zip(call.plan.regions[run.region].graph.find_nodes(op="placeholder"), run.inputs, strict=True))
+
+
+def results_of(call: Call, run: Run) -> Iterator[tuple[str, fx.Node, str | None]]:
+    """The name of each result, the value in the region that owns its storage, and that one's name if it is an input."""
+    if run.region < len(call.plan.regions):
+        inputs = inputs_of(call, run)
+        for node, name in zip(results(call.plan.regions[run.region].graph), run.outputs, strict=True):
+            yield name, source(node), inputs.get(source(node))
+
+
 class _Walk:
     """Steps that are named by a call and a name in it."""
 
@@ -134,6 +153,8 @@ class _Walk:
         return self._lives[call, buffer]
 
     def _sum(self, call: int, shard: str) -> GradLife:
+        if shard not in self.memory.calls[call].owners:
+            raise BrokenSchedule(len(self.memory.steps), f"{shard} is no shard of graph {call}")
         if (call, shard) not in self._open:
             self._open[call, shard] = GradLife(self.memory.calls[call].owners[shard])
             self.memory.sums.append(self._open[call, shard])
@@ -176,6 +197,8 @@ class _Walk:
         if step.kept_from is not None:
             self._life(call, step.kept_from).ends.append(position)
         used_by = call + step.ahead
+        if not 0 <= used_by < len(self.memory.calls) or step.shard not in self.memory.calls[used_by].owners:
+            raise BrokenSchedule(position, f"{step.shard} is no shard of graph {used_by}")
         owner = self.memory.calls[used_by].owners[step.shard]
         life = Life(step, owner, call, position, self._event)
         self.memory.lives.append(life)

@@ -10,9 +10,7 @@ from operator import itemgetter
 from torch import Tensor, fx
 
 from fsdp_passes._compat import example_size
-from fsdp_passes.ir.alias import source
-from fsdp_passes.ir.nodes import results
-from fsdp_passes.schedule.lifetime import GradLife, Life, Lifetime, Memory
+from fsdp_passes.schedule.lifetime import GradLife, Life, Lifetime, Memory, inputs_of, results_of
 from fsdp_passes.schedule.plan import Call, Peak, Run, Step, bytes_of_slots, drops
 
 
@@ -120,20 +118,17 @@ def _of_values_of_graph(call: Call, steps: Sequence[Step]) -> Iterator[Lifetime]
     made: dict[Hashable, tuple[int, int]] = {}  # bytes, and where
     last: dict[Hashable, int] = {}
     for position, step in enumerate(steps):
-        if isinstance(step, Run) and step.region < len(call.plan.regions):
-            graph = call.plan.regions[step.region].graph
-            inputs = dict(zip(graph.find_nodes(op="placeholder"), step.inputs, strict=True))
-            for node, name in inputs.items():
+        if isinstance(step, Run):
+            for node, name in inputs_of(call, step).items():
                 if name in call.plan.inputs and name not in storage_of:
                     storage_of[name] = name
                     made[name] = _storage_bytes(node), 0
-            for node, name in zip(results(graph), step.outputs, strict=True):
-                base = source(node)
-                if base not in inputs:
+            for name, base, taken in results_of(call, step):
+                if taken is None:
                     storage_of[name] = step.region, base.name
                     made.setdefault(storage_of[name], (_storage_bytes(base), position))
-                elif inputs[base] in storage_of:
-                    storage_of[name] = storage_of[inputs[base]]
+                elif taken in storage_of:
+                    storage_of[name] = storage_of[taken]
         last |= {storage_of[name]: position + 1 for name in drops(step) if name in storage_of}
     last |= {storage_of[name]: len(steps) for name in call.plan.outputs if name in storage_of}
     for storage, end in last.items():

@@ -151,10 +151,12 @@ class _Line:
         """The use of which `gather` is a part: waits that follow each other, for one unit, are one use."""
         last = self.uses[-1] if self.uses else None
         follows = last is not None and last.start + len(last.gathers) == wait and last.call == call
-        if last is None or not follows or last.unit != owner[0] or last.for_window or for_window:
+        part = owner[1], gather.dtype
+        is_new = last is None or not follows or last.unit != owner[0] or part in last.gathers
+        if last is None or is_new or last.for_window or for_window:
             last = Use(owner[0], call, wait, for_window)
             self.uses.append(last)
-        last.gathers[owner[1], gather.dtype] = gather
+        last.gathers[part] = gather
         return last
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from fsdp_passes.ir.alias import source
-from fsdp_passes.ir.nodes import results
 from fsdp_passes.ir.verify import VerifyError, lines_around
-from fsdp_passes.schedule.lifetime import BrokenSchedule, Life, Memory
+from fsdp_passes.schedule.lifetime import BrokenSchedule, Life, Memory, results_of
 from fsdp_passes.schedule.plan import Call, Gather, GradSlice, Release, Run, Step
 from fsdp_passes.schedule.plan_text import step_line
-from fsdp_passes.schedule.streams import accesses_are_ordered
+from fsdp_passes.schedule.races import accesses_are_ordered
 
 
 def steps_name_what_is_there(calls: Sequence[Call], steps: Sequence[Sequence[Step]]) -> Memory:
@@ -49,12 +47,10 @@ def no_view_leaves_its_region(memory: Memory) -> None:
     let_go = {(life.call + life.gather.ahead, life.gather.buffer) for life in memory.lives if not life.returned}
     let_go |= {(call, step.name) for call, step in memory.steps if isinstance(step, GradSlice)}
     for position, (call, step) in enumerate(memory.steps):
-        if isinstance(step, Run) and step.region < len(memory.calls[call].plan.regions):
-            graph = memory.calls[call].plan.regions[step.region].graph
-            inputs = dict(zip(graph.find_nodes(op="placeholder"), step.inputs, strict=True))
-            for node, name in zip(results(graph), step.outputs, strict=True):
-                if (call, inputs.get(source(node))) in let_go:
-                    raise BrokenSchedule(position, f"{name} is a view of {inputs[source(node)]}")
+        if isinstance(step, Run):
+            for name, _, base in results_of(memory.calls[call], step):
+                if (call, base) in let_go:
+                    raise BrokenSchedule(position, f"{name} is a view of {base}")
 
 
 def what_a_window_keeps_is_not_released(memory: Memory) -> None:
@@ -127,7 +123,7 @@ def no_more_reductions_are_under_way_than_the_bound(memory: Memory, bound: float
     for each in memory.sums:
         under_way = sum(other.issue <= each.issue < other.waits[0] for other in memory.sums)
         if under_way > bound:
-            raise BrokenSchedule(each.issue, f"{under_way} reductions are under way, expected {bound}")
+            raise BrokenSchedule(each.issue, f"{under_way} reductions are under way, expected at most {bound}")
 
 
 RULES: tuple[Callable[[Memory], None], ...] = (

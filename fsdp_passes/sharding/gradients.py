@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_passes.runtime.collectives import Done, issue_reduce_scatter
+from fsdp_passes.runtime.agreement import Sent
+from fsdp_passes.runtime.collectives import issue_reduce_scatter
 from fsdp_passes.sharding.grad_buffer import GradBuffer, GradSlot
 from fsdp_passes.sharding.param import ShardedParam
 from fsdp_passes.sharding.pending import PendingGrad, refuse_pending
@@ -36,7 +36,7 @@ class _Reduction:
     """A reduce-scatter in flight; `piece` is a part of the buffer, which nobody else holds."""
 
     piece: Tensor
-    work: dist.Work | Done
+    sent: Sent
     params: frozenset[int]
 
 
@@ -91,18 +91,12 @@ class GroupGradients:
         self.buffer, self.differentiated, full = None, False, buffer.take()
         self._in_flight = _Reduction(*self._send(full), params)
 
-    def reduce_zeros(self) -> None:
-        """Take part in the others' reduction, and forget it."""
-        layout, device = self.group.layout, self.group.shard.device
-        self._send(torch.zeros(layout.full_elems, dtype=self.group.reduce_dtype, device=device))[1].wait()
-
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight, if there is one, and add it to what was reduced in this window."""
         if self._in_flight is None:
             return
         reduction, self._in_flight = self._in_flight, None
-        with self.group.waiting_for("reduce-scatter", self.group.reduce_dtype):
-            reduction.work.wait()
+        reduction.sent.wait()
         if self.reduced is None:
             self.reduced = self._own(reduction.piece)
         else:
@@ -128,12 +122,14 @@ class GroupGradients:
         """Mean over ranks of this rank's piece of `full_grad`, in the shard's dtype; nothing is remembered."""
         self.group.model.agreement.check([self.group.line("reduce-scatter", self.group.reduce_dtype)])
         full = full_grad.to(self.group.reduce_dtype, copy=True)  # the reduction works in place
-        piece, work = self._send(full)
-        work.wait()
+        piece, sent = self._send(full)
+        sent.wait()
         return self._mean(self._own(piece))
 
-    def _send(self, full: Tensor) -> tuple[Tensor, dist.Work | Done]:
-        return issue_reduce_scatter(full, self.group.reduce_group, self.group.model.streams.reduce)
+    def _send(self, full: Tensor) -> tuple[Tensor, Sent]:
+        group, model = self.group, self.group.model
+        piece, work = issue_reduce_scatter(full, group.reduce_group, model.streams.reduce)
+        return piece, Sent(work, group.line("reduce-scatter", group.reduce_dtype), model.agreement)
 
     def _own(self, piece: Tensor) -> Tensor:
         """A part of a buffer as a tensor of its own, so that the buffer is free; the part of one rank is the whole."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 
 from fsdp_passes._compat import backward_reaches, running_backward, swap_contents
 from fsdp_passes.ir.ops import set_owner
-from fsdp_passes.runtime.collectives import Done, another_group, issue_all_gather
+from fsdp_passes.runtime.agreement import Sent
+from fsdp_passes.runtime.collectives import another_group, issue_all_gather
 from fsdp_passes.sharding.grad_buffer import GradSlot
 from fsdp_passes.sharding.gradients import GroupGradients
 from fsdp_passes.sharding.layout import Layout
@@ -131,12 +131,13 @@ class FlatGroup:
         with torch.inference_mode(False):
             return torch.empty(self.layout.full_elems, dtype=dtype, device=self.shard.device)
 
-    def issue_gather(self, full: Tensor) -> dist.Work | Done:
+    def issue_gather(self, full: Tensor) -> Sent:
         """Fill `full`, 1-D of `layout.full_elems` elements, which is readable after the returned work's wait.
 
         The gather stream follows what wrote `full` and the shard already.
         """
-        return issue_all_gather(full, self.wire_shard(full.dtype), self.process_group, self.model.streams.gather)
+        work = issue_all_gather(full, self.wire_shard(full.dtype), self.process_group, self.model.streams.gather)
+        return Sent(work, self.line("gather", full.dtype), self.model.agreement)
 
     def gather_into(self, full: Tensor) -> None:
         """Fill `full`, which is readable at once."""
@@ -147,10 +148,6 @@ class FlatGroup:
         """What the ranks compare before they send a whole flat group in `dtype`."""
         name, elems = str(dtype).removeprefix("torch."), self.layout.full_elems
         return f'{collective} of unit "{self.unit}" ({elems} x {name}, from {self.names[0]} on)'
-
-    def waiting_for(self, collective: str, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """In which the whole flat group is waited for; a RuntimeError names it."""
-        return self.model.agreement.waiting_for(self.line(collective, dtype))
 
     def gather(self, dtype: torch.dtype) -> Tensor:
         self.model.agreement.check([self.line("gather", dtype)])
@@ -201,10 +198,12 @@ class FlatGroup:
         return self.wants_gradient() and self.gradients.forwards == 1 and self.model.reduces(self.unit)
 
     def reduce_if_complete(self) -> None:
-        """Reduce at once, or leave it to the end of the whole backward.
+        """Reduce at once, or leave it to the end of the whole backward; nothing if that is for other tensors only.
 
         A group without any gradient takes part, with zeros: on another rank it may have one.
         """
+        if not self.wants_gradient():
+            return
         self.gradients.differentiated = True
         self.model.reduce_after_backward()
         if self.is_reduced_by_graph():

@@ -92,6 +92,11 @@ class ShardedModel:
         """Whether the backward that runs now reduces the unit's gradients."""
         return self.requires_sync or not self.defers(unit)
 
+    def forget_forwards(self) -> None:
+        """The backward that runs now is over: no forward awaits another."""
+        for group in self.groups:
+            group.gradients.forwards = 0
+
     def end_backward(self) -> None:
         """Reduce every group that has something to reduce, in model order. Calling it again does nothing.
 
@@ -99,7 +104,7 @@ class ShardedModel:
         """
         for group in self.groups:
             group.gradients.finish_reduce()
-            group.gradients.forwards = 0
+        self.forget_forwards()
         to_reduce = [group for group in self.groups if group.gradients.awaits_reduction and self.reduces(group.unit)]
         has_reduced = any(group.gradients.reduced is not None for group in self.groups)
         ends_window = self.requires_sync and (bool(to_reduce) or has_reduced)
@@ -115,13 +120,17 @@ class ShardedModel:
         for group in to_reduce:
             yield group.line("reduce-scatter", group.reduce_dtype)
         if ends_window:
-            num_params = sum(len(group.params) for group in self.groups)
-            yield f"all-reduce at the end of a synchronised backward ({num_params} parameters)"
+            yield self._line_of_flags()
+
+    def _line_of_flags(self) -> str:
+        num_params = sum(len(group.params) for group in self.groups)
+        return f"all-reduce at the end of a synchronised backward ({num_params} parameters)"
 
     def _settle(self) -> None:
         """Parameters without a gradient on any rank keep `.grad` None: one byte each, in one all-reduce."""
         flags = [i in group.gradients.reduced_params for group in self.groups for i in range(len(group.params))]
-        on_some_rank = iter(any_rank(flags, self.device, self.process_group))
+        with self.agreement.waiting_for(self._line_of_flags()):
+            on_some_rank = iter(any_rank(flags, self.device, self.process_group))
         self.agreement.step += 1
         for group in self.groups:
             group.gradients.settle({index for index in range(len(group.params)) if next(on_some_rank)})

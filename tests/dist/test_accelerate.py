@@ -60,7 +60,9 @@ class _Training:
     def __init__(self) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION, step_scheduler_with_optimizer=False)
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=ACCUMULATION, step_scheduler_with_optimizer=False
+        )
         self.model, optimizer, schedule = _parts()
         fsdp.use_full_state_dicts(self.model, optimizer)
         self.run = compiled(self.model)

@@ -314,7 +314,7 @@ def test_modes_agree() -> None:
 
 
 def _gradient_of_an_input(way: str) -> dict[str, bool]:
-    """Asked for the gradient of an input only, backward leaves parameters alone; training goes on as if it never ran."""
+    """Asked for an input's gradient only, backward leaves parameters alone; training goes on as if it never ran."""
     reference, model = build(TwoGradModes), fsdp.shard(build(TwoGradModes))
     run = compiled(model)
     x = _X.clone().requires_grad_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import time
@@ -148,12 +149,12 @@ def fails_in_a_backward(blocks: Any, differs: bool) -> None:
 
 
 @contextlib.contextmanager
-def _failing_region(direction: str, fails: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """The first region of `direction` fails in the first block that runs it."""
-    call = Regions.__call__
+def _failing_region(direction: str, after: int = 0, fails: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """A region of `direction` fails once `after` others of it have run."""
+    call, calls = Regions.__call__, itertools.count()
 
     def fail(self: Regions, number: int, first: bool, inputs: list[Any]) -> Any:
-        if self._direction == direction:
+        if self._direction == direction and next(calls) >= after:
             fails()
             raise KeyError("an error of one rank")
         return call(self, number, first, inputs)
@@ -201,27 +202,75 @@ class Case:
 OTHER_SIZES = {"hidden": (12, 20, 12)}
 CASES = (
     Case(skips_a_unit, COMPILED, ('step 1: backward gather of unit "0"', 'step 1: forward gather of unit "2"')),
-    pytest.param(Case(skips_a_unit, COMPILED, ('step 1: backward gather of unit "0"', 'step 1: forward gather of unit "2"'), OTHER_SIZES), marks=pytest.mark.slow),
+    pytest.param(
+        Case(
+            skips_a_unit,
+            COMPILED,
+            ('step 1: backward gather of unit "0"', 'step 1: forward gather of unit "2"'),
+            OTHER_SIZES,
+        ),
+        marks=pytest.mark.slow,
+    ),
     Case(skips_a_unit, UNCOMPILED, ('step 1: gather of unit "1"', 'step 1: gather of unit "2"')),
     Case(skips_a_unit, UNCOMPILED, ('step 1: gather of unit "1"', 'step 1: gather of unit "2"'), OTHER_SIZES),
-    pytest.param(Case(runs_more_microbatches, COMPILED, ('step 0: reduce-scatter of unit "2"', 'step 0: nothing after the backward gather of unit "0"')), marks=pytest.mark.slow),
-    Case(runs_more_microbatches, COMPILED, ('step 0: all-reduce at the end of a synchronised backward', 'step 0: forward gather of unit "0"'), {"accumulate_bytes": 0}),
+    pytest.param(
+        Case(
+            runs_more_microbatches,
+            COMPILED,
+            ('step 0: reduce-scatter of unit "2"', 'step 0: nothing after the backward gather of unit "0"'),
+        ),
+        marks=pytest.mark.slow,
+    ),
+    Case(
+        runs_more_microbatches,
+        COMPILED,
+        ("step 0: all-reduce at the end of a synchronised backward", 'step 0: forward gather of unit "0"'),
+        {"accumulate_bytes": 0},
+    ),
     Case(runs_more_microbatches, UNCOMPILED, ('step 0: reduce-scatter of unit "0"', 'step 0: gather of unit "0"')),
-    Case(does_not_synchronise, COMPILED, ('step 1: reduce-scatter of unit "2"', 'step 1: nothing after the backward gather of unit "0"')),
+    Case(
+        does_not_synchronise,
+        COMPILED,
+        ('step 1: reduce-scatter of unit "2"', 'step 1: nothing after the backward gather of unit "0"'),
+    ),
     Case(does_not_synchronise, UNCOMPILED, ('step 1: reduce-scatter of unit "0"', 'step 1: gather of unit "0"')),
     Case(evaluates, COMPILED, ('step 1: backward gather of unit "0"', 'step 1: forward gather of unit "0"')),
     Case(evaluates, UNCOMPILED, ('step 1: reduce-scatter of unit "0"', 'step 1: gather of unit "0"')),
-    pytest.param(Case(runs_no_backward, COMPILED, ('step 0: backward gather of unit "2"', 'step 0: forward gather of unit "0"')), marks=pytest.mark.slow),
+    pytest.param(
+        Case(runs_no_backward, COMPILED, ('step 0: backward gather of unit "2"', 'step 0: forward gather of unit "0"')),
+        marks=pytest.mark.slow,
+    ),
     Case(runs_no_backward, UNCOMPILED, ('step 0: reduce-scatter of unit "0"', 'step 0: gather of unit "0"')),
     Case(runs_no_backward, OTHER, ('step 0: reduce-scatter of unit "2"', 'step 0: gather of unit "0"')),
-    Case(edits_between_graphs, COMPILED, ('step 2: backward gather of unit "0"', 'step 2: gather after an edit of unit "1"')),
-    Case(edits_between_microbatches, COMPILED, ('step 0: forward use of the kept copy of unit "1"', 'step 0: forward gather of unit "1"'), {"keep_gathered_bytes": 1 << 20}),
-    Case(runs_one_more_of_the_last_window, COMPILED, ('step 2: reduce-scatter of unit "2"', 'step 2: forward use of the kept copy of unit "0"'), {"keep_gathered_bytes": 1 << 20}),
+    Case(
+        edits_between_graphs,
+        COMPILED,
+        ('step 2: backward gather of unit "0"', 'step 2: gather after an edit of unit "1"'),
+    ),
+    Case(
+        edits_between_microbatches,
+        COMPILED,
+        ('step 0: forward use of the kept copy of unit "1"', 'step 0: forward gather of unit "1"'),
+        {"keep_gathered_bytes": 1 << 20},
+    ),
+    Case(
+        runs_one_more_of_the_last_window,
+        COMPILED,
+        ('step 2: reduce-scatter of unit "2"', 'step 2: forward use of the kept copy of unit "0"'),
+        {"keep_gathered_bytes": 1 << 20},
+    ),
     Case(fails_in_a_forward, COMPILED, ('step 2: backward gather of unit "0"', 'step 2: forward gather of unit "0"')),
     Case(fails_in_a_backward, COMPILED, ('step 2: reduce-scatter of unit "1"', 'step 2: forward gather of unit "0"')),
-    pytest.param(Case(clips, COMPILED, ('step 1: forward gather of unit "0"', 'step 1: norm, sum or other reduction of parameters')), marks=pytest.mark.slow),
-    Case(clips, UNCOMPILED, ('step 1: gather of unit "0"', 'step 1: norm, sum or other reduction of parameters')),
-    Case(reads_a_whole_parameter, UNCOMPILED, ('step 0: gather of unit "0"', 'step 0: full_tensor of 1.up.weight')),
+    pytest.param(
+        Case(
+            clips,
+            COMPILED,
+            ('step 1: forward gather of unit "0"', "step 1: norm, sum or other reduction of parameters"),
+        ),
+        marks=pytest.mark.slow,
+    ),
+    Case(clips, UNCOMPILED, ('step 1: gather of unit "0"', "step 1: norm, sum or other reduction of parameters")),
+    Case(reads_a_whole_parameter, UNCOMPILED, ('step 0: gather of unit "0"', "step 0: full_tensor of 1.up.weight")),
     Case(trains_another_model, UNCOMPILED, ('step 1: gather of unit "0"', 'step 0: gather of unit "0"')),
 )
 
@@ -250,17 +299,23 @@ def _outcome(case: Case) -> Outcome:
 
 
 def _message(world_size: int, case: Case) -> str:
-    """The error's text, the same on every rank, in time."""
+    """The error's text, the same on every rank, in time; without the advice at its end."""
     outcomes = pool.run(world_size, _outcome, case)
     last_arrival = max(outcome.arrived for outcome in outcomes)
     assert all(outcome.raised - last_arrival < PROMISED_S for outcome in outcomes)
     (message,) = {outcome.message for outcome in outcomes}
-    return message
+    return _without_advice(message)
+
+
+def _without_advice(message: str) -> str:
+    found, _, advice = message.rpartition("\n")
+    assert advice.startswith("Every rank must use the same units, options and trained parameters, run as many")
+    return found
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_rank_is_told_what_all_do(case: Case) -> None:
-    _, *lines, _ = _message(2, case).splitlines()
+    _, *lines = _message(2, case).splitlines()
     said = [re.sub(r" \(.*?\)", "", line.strip()) for line in lines]
     assert said == [f"rank {rank} in {what}" for rank, what in enumerate(case.said)]
 
@@ -268,33 +323,41 @@ def test_each_rank_is_told_what_all_do(case: Case) -> None:
 class TestText(expecttest.TestCase):
     @pytest.mark.slow
     def test_of_three_ranks(self) -> None:
-        self.assertExpectedInline(_message(3, Case(skips_a_unit, UNCOMPILED)), """\
+        self.assertExpectedInline(
+            _message(3, Case(skips_a_unit, UNCOMPILED)),
+            """\
 fsdp_passes: expected every rank to send the same, got
     ranks 0, 2 in step 1: gather of unit "1" (288 x float32, from 1.bias on)
-    rank 1 in step 1: gather of unit "2" (288 x float32, from 2.bias on)
-Every rank must use the same units, options and trained parameters, run as many forwards and backwards, and synchronise the same backwards.""")
+    rank 1 in step 1: gather of unit "2" (288 x float32, from 2.bias on)""",
+        )
 
     def test_of_a_reduction_of_parameters(self) -> None:
-        self.assertExpectedInline(_message(2, Case(clips, UNCOMPILED)), """\
+        self.assertExpectedInline(
+            _message(2, Case(clips, UNCOMPILED)),
+            """\
 fsdp_passes: expected every rank to send the same, got
     rank 0 in step 1: gather of unit "0" (256 x float32, from 0.bias on)
-    rank 1 in step 1: norm, sum or other reduction of parameters (12 x float32, from 0.bias on)
-Every rank must use the same units, options and trained parameters, run as many forwards and backwards, and synchronise the same backwards.""")
+    rank 1 in step 1: norm, sum or other reduction of parameters (12 x float32, from 0.bias on)""",
+        )
 
     def test_of_the_end_of_a_backward(self) -> None:
         case = Case(runs_more_microbatches, COMPILED, None, {"accumulate_bytes": 0})
-        self.assertExpectedInline(_message(2, case), """\
+        self.assertExpectedInline(
+            _message(2, case),
+            """\
 fsdp_passes: expected every rank to send the same, got
     rank 0 in step 0: all-reduce at the end of a synchronised backward (12 parameters)
-    rank 1 in step 0: forward gather of unit "0" (256 x float32, from 0.bias on)
-Every rank must use the same units, options and trained parameters, run as many forwards and backwards, and synchronise the same backwards.""")
+    rank 1 in step 0: forward gather of unit "0" (256 x float32, from 0.bias on)""",
+        )
 
     def test_of_a_step_alone(self) -> None:
-        self.assertExpectedInline(difference({0: (2, ["gather"]), 4: (3, ["gather"]), 5: (2, ["gather"])}), """\
+        self.assertExpectedInline(
+            _without_advice(difference({0: (2, ["gather"]), 4: (3, ["gather"]), 5: (2, ["gather"])})),
+            """\
 fsdp_passes: expected every rank to send the same, got
     ranks 0, 5 in step 2: gather
-    rank 4 in step 3: gather
-Every rank must use the same units, options and trained parameters, run as many forwards and backwards, and synchronise the same backwards.""")
+    rank 4 in step 3: gather""",
+        )
 
 
 def _late(seconds: float) -> list[dict[str, Tensor]]:
@@ -337,25 +400,55 @@ def test_ranks_may_compile_apart_and_use_other_parameters_of_a_unit() -> None:
     pool.run(2, _computes_otherwise)
 
 
-def _evaluate_and_train(failing_rank: int | None) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of evaluations, in one of which a rank fails and goes on, and gradients after them."""
+def _evaluate_and_train(failing_rank: int | None, failing: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of evaluations, in one of which the last block of a rank fails, and gradients after them."""
     blocks, losses = _sharded(COMPILED), []
-    for number in range(4):
-        fails = number >= 2 and dist.get_rank() == failing_rank
-        with torch.no_grad(), _failing_region("fwd") if fails else contextlib.nullcontext():
+    for number in range(3):
+        fails = number == failing and dist.get_rank() == failing_rank
+        with torch.no_grad(), _failing_region("fwd", after=2) if fails else contextlib.nullcontext():
             losses.append(_forward(blocks).item())
     _train(blocks)
     return losses, {name: grad for name, grad in full_grads(blocks).items() if grad is not None}
 
 
-def test_a_rank_that_fails_in_a_graph_sends_what_the_others_wait_for() -> None:
-    """Where all send the same afterwards, it may go on."""
-    (losses, grads), others = pool.run(2, _evaluate_and_train, None)[0], pool.run(2, _evaluate_and_train, 1)
-    assert [len(each) for each, _ in others] == [4, 2]
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_rank_that_fails_in_a_graph_sends_what_the_others_wait_for(failing: int) -> None:
+    """Where all send the same afterwards, it may go on: also if that was the round whose order is learnt."""
+    losses, grads = pool.run(2, _evaluate_and_train, None, failing)[0]
+    others = pool.run(2, _evaluate_and_train, 1, failing)
+    assert [len(each) for each, _ in others] == [3, 2]
     for other_losses, other_grads in others:
         assert other_losses == losses[: len(other_losses)]
         assert grads.keys() == other_grads.keys()
         assert all(torch.equal(grads[name], other_grads[name]) for name in grads)
+
+
+def _lose_a_microbatch(accumulate_bytes: int | None, lost: int | None) -> list[dict[str, Tensor]]:
+    """Gradients of two windows; in the first of them rank 1 loses the gradients of a microbatch in backward."""
+    model: Any = fsdp.shard(build(lambda: nn.Sequential(*_blocks())), units=[Block])
+    run, grads = compiled(model, accumulate_bytes=accumulate_bytes), []
+    for window in range(2):
+        model.zero_grad()
+        for number in range(4):
+            fails = (window, number, dist.get_rank()) == (0, lost, 1)
+            with model.no_sync() if number < 3 else contextlib.nullcontext():
+                loss = run(X).square().mean()
+                with _failing_region("bwd") if fails else contextlib.nullcontext():
+                    loss.backward()
+        grads.append({name: grad for name, grad in full_grads(model).items() if grad is not None})
+    return grads
+
+
+@pytest.mark.parametrize("accumulate_bytes", [None, 0])
+@pytest.mark.parametrize("lost", [0, 2])
+def test_gradients_that_one_rank_loses_are_lost_on_all(accumulate_bytes: int | None, lost: int) -> None:
+    """Of eight microbatches on both ranks seven count, for each part of each parameter."""
+    expected, _ = pool.run(2, _lose_a_microbatch, accumulate_bytes, None)[0]
+    for first, second in pool.run(2, _lose_a_microbatch, accumulate_bytes, lost):
+        assert first.keys() == second.keys() == expected.keys()
+        for name, grad in expected.items():
+            torch.testing.assert_close(first[name], grad * 7 / 8)
+            torch.testing.assert_close(second[name], grad)
 
 
 def _compared_later() -> str:
@@ -399,14 +492,16 @@ def _left_in_a_graph(direction: str, in_flight: int | None) -> tuple[str, str]:
     run = compiled(fsdp.shard(build(lambda: nn.Sequential(*_blocks())), units=[Block]), in_flight=in_flight)
     run(X).sum().backward()
     if dist.get_rank() == 1:
-        with _failing_region(direction, lambda: os._exit(0)):
+        with _failing_region(direction, fails=lambda: os._exit(0)):
             run(X).sum().backward()
     with pytest.raises(RuntimeError) as error:
         run(X).sum().backward()
     return str(error.value), str(error.value.__cause__)
 
 
-@pytest.mark.parametrize(("direction", "in_flight", "what"), [("fwd", 1, 'gather of unit "1"'), ("bwd", None, 'reduce-scatter of unit "2"')])
+@pytest.mark.parametrize(
+    ("direction", "in_flight", "what"), [("fwd", 1, 'gather of unit "1"'), ("bwd", None, 'reduce-scatter of unit "2"')]
+)
 def test_a_rank_that_ended_in_a_graph_is_told_of(direction: str, in_flight: int | None, what: str) -> None:
     (message, cause), _ = pool.run(2, _left_in_a_graph, direction, in_flight, leaving=1)
     assert message.startswith(f"fsdp_passes: rank 0, in step 1, waited for the {what} (256 x float32, from ")

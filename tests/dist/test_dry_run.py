@@ -24,7 +24,7 @@ SMALL = ["--layers=3", "--hidden=64", "--intermediate=128", "--heads=4", "--kv-h
 def planned(folder: Path, *flags: str) -> dict[str, Any]:
     """What tools/plan.py writes."""
     command = [sys.executable, str(CHECKOUT / "tools/plan.py"), f"--json={folder / 'plan.json'}", *flags]
-    subprocess.run(command, check=True, timeout=900, env=os.environ | {"PYTHONPATH": str(CHECKOUT)})
+    subprocess.run(command, check=True, timeout=600, env=os.environ | {"PYTHONPATH": str(CHECKOUT)})
     return json.loads((folder / "plan.json").read_text())
 
 

@@ -41,7 +41,8 @@ def _saved_and_loaded() -> None:
         each.zero_grad()
         backward_window(model, model, step=1, count=1)
         each.step()
-    assert all(torch.equal(one, other) for one, other in zip(*(m.state_dict().values() for m in (student, twin))))
+    values = (each.state_dict().values() for each in (student, twin))
+    assert all(torch.equal(one, other) for one, other in zip(*values, strict=True))
     # What goes into checkpoints stays sharded.
     assert type(fsdp.state_dict(student, optimizer)["model"]["norm.bias"]) is type(student.norm.bias)
 

@@ -52,7 +52,7 @@ def _window_bytes(grad_path: str) -> dict[str, int]:
         parameter.grad = None
     gc.collect()
     state = sharded_state(model)
-    rest, groups = meter.live_bytes() - state.timeline.arena.nbytes, state.groups  # its memory stays
+    rest, groups = meter.live_bytes() - state.timeline.buffers.arena.nbytes, state.groups  # its memory stays
     meter.reset_peak()
     _run_window(model, run, MICROBATCHES)
     full_elems = sum(group.layout.full_elems for group in groups)

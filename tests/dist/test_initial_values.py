@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +14,25 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import fsdp_passes as fsdp
 from fsdp_passes.sharding.poison import has_unwritten, is_unwritten, poison
 from tests.dist import pool
-from tests.dist.models import Net, build, next_token_loss
+from tests.dist.models import build, next_token_loss
 from tests.dist.test_loading import TOKENS, Mixed, assert_state, sharded_on_meta
 
 
-@pytest.mark.parametrize("dtype", [
-    torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.complex64,
-    torch.int64, torch.int8, torch.uint8, torch.bool,
-])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.complex64,
+        torch.int64,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    ],
+)
 def test_poison_is_told_from_values(dtype: torch.dtype) -> None:
     tensor = torch.zeros(3).to(dtype)
     assert not has_unwritten(tensor) and not is_unwritten(tensor)
@@ -108,7 +119,9 @@ def _initial_values() -> None:
         drawn = torch.random.get_rng_state()
         torch.manual_seed(3 + dist.get_rank())
         if dist.get_rank():
-            assert torch.equal(drawn, torch.random.get_rng_state()), "the generator of a rank that drew rank 0's numbers"
+            assert torch.equal(drawn, torch.random.get_rng_state()), (
+                "the generator of a rank that drew rank 0's numbers"
+            )
         else:
             assert not torch.equal(drawn, torch.random.get_rng_state())
 
@@ -165,7 +178,10 @@ class AsksForAnArgument(nn.Module):
 def _spellings() -> None:
     expected = build(Spellings)
     values = {name.replace("_orig_mod.", ""): value for name, value in _initialised_unsharded(expected).items()}
-    for load in (lambda model: fsdp.load_full_state_dict(model, None), lambda model: fsdp.load_full_state_dict(model, values)):
+    for load in (
+        lambda model: fsdp.load_full_state_dict(model, None),
+        lambda model: fsdp.load_full_state_dict(model, values),
+    ):
         model: Any = sharded_on_meta(Spellings)
         model.by_data.kept = "by the user"
         torch.manual_seed(3)
@@ -216,5 +232,3 @@ def test_what_has_no_value_is_named() -> None:
     for refusals in pool.run(2, _holes):
         names = [refusal.rsplit(" sets all of ", 1)[1] for refusal in refusals]
         assert names == ["weight, table, mean", "weight", "table"]
-
-

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -172,7 +171,9 @@ def _do_between_microbatches(keep: int) -> list[Tensor]:
 
 
 def test_what_comes_between_microbatches_is_seen() -> None:
-    for without, some, everything in zip(*(pool.run(2, _do_between_microbatches, keep) for keep in (0, SOME, ALL)), strict=True):
+    for without, some, everything in zip(
+        *(pool.run(2, _do_between_microbatches, keep) for keep in (0, SOME, ALL)), strict=True
+    ):
         for kept in (some, everything):
             assert all(torch.equal(one, other) for one, other in zip(kept, without, strict=True))
 
@@ -197,7 +198,7 @@ def test_a_window_begins_with_what_the_shards_are() -> None:
 
 def _evaluate() -> list[int]:
     """Gathers of evaluations one after another: the order is known from the second on."""
-    model, loss = model_and_loss("net", reshard=True)
+    model, _ = model_and_loss("net", reshard=True)
     run = compiled(model, keep_gathered_bytes=ALL)
     counts = []
     for _ in range(4):

@@ -197,7 +197,10 @@ def _refusals() -> None:
     for model in (sharded_on_meta(), fsdp.shard(build(Mixed))):
         given = state if dist.get_rank() == 0 else None
         refusal = _refusal(model, lambda model, given=given: fsdp.load_full_state_dict(model, given))
-        assert set(refusal.split("\n")) == {*f"state_dict{MISFITS}".split("\n"), "  misshapen low: expected [5, 3], got a int"}
+        assert set(refusal.split("\n")) == {
+            *f"state_dict{MISFITS}".split("\n"),
+            "  misshapen low: expected [5, 3], got a int",
+        }
     with pytest.raises(ValueError, match=r"from_rank: expected one rank below 2, the same on all, got \[2, 2\]"):
         fsdp.load_full_state_dict(model, None, from_rank=2)
     for argument, from_rank, message in [
@@ -214,11 +217,11 @@ def _refusals() -> None:
         assert re.search(message, refused), refused
     with pytest.raises(ValueError, match="state_dict: expected one on rank 1 for a model that has values, got None"):
         fsdp.load_full_state_dict(model, None, from_rank=1)
-    with pytest.raises(RuntimeError, match="got one on the meta device; call fsdp_passes.load_full_state_dict"):
+    with pytest.raises(RuntimeError, match=r"got one on the meta device; call fsdp_passes\.load_full_state_dict"):
         sharded_on_meta()(TOKENS)
     model = sharded_on_meta()
     run = compiled(model)
-    with pytest.raises(RuntimeError, match="got one on the meta device; call fsdp_passes.load_full_state_dict"):
+    with pytest.raises(RuntimeError, match=r"got one on the meta device; call fsdp_passes\.load_full_state_dict"):
         run(TOKENS)
     fsdp.load_full_state_dict(model, build(Mixed).state_dict())  # though Dynamo holds weak references now
     next_token_loss(run, TOKENS).backward()
@@ -257,7 +260,14 @@ def _bytes_read() -> int:
 
 def _from_files(folder: str) -> None:
     expected = build(Mixed).state_dict()
-    for path in ("one/part-0.safetensors", "one", "compiled", "three", "indexed", "indexed/model.safetensors.index.json"):
+    for path in (
+        "one/part-0.safetensors",
+        "one",
+        "compiled",
+        "three",
+        "indexed",
+        "indexed/model.safetensors.index.json",
+    ):
         model = sharded_on_meta()
         fsdp.load_safetensors(model, Path(folder, path))
         assert_state(model, expected)
@@ -295,7 +305,8 @@ _BAD_FILES = {
     "short": "path: expected a safetensors file, got {path}/short, whose header cannot be read: "
     "12 bytes at [0, 12] are not in the file",
     "index.json": 'path: expected an index with a "weight_map", got {path}/index.json',
-    "offsets": "path: expected a safetensors file, got {path}/offsets, whose header cannot be read: list index out of range",
+    "offsets": "path: expected a safetensors file, got {path}/offsets, whose header cannot be read: "
+    "list index out of range",
     "twice": "path: expected each tensor in one file, got a in {path}/twice/1.safetensors and in "
     "{path}/twice/2.safetensors",
     "misfit": "path" + MISFITS,

@@ -65,10 +65,10 @@ def _train(order: str) -> Callable[[Any], None]:
 def _orders(sequence: list[str], bound: int) -> list[str]:
     """What was warned of, when blocks run in these orders one after another."""
     both, warned = Both(), list[str]()
-    with mock.patch.object(timeline, "warn_once", lambda log, message: warned.append(message)):
-        with recorded(both.sharded) as events:
-            for order in sequence:
-                both.do(_train(order))
+    warnings = mock.patch.object(timeline, "warn_once", lambda log, message: warned.append(message))
+    with warnings, recorded(both.sharded) as events:
+        for order in sequence:
+            both.do(_train(order))
     assert most_live(events) == bound
     return warned
 
@@ -133,7 +133,7 @@ def _interrupted() -> None:
         for _ in range(2):
             both.do(what)
             both.do(_train("0123"))
-    assert not both.timeline._live
+    assert both.timeline.buffers.num_live == 0
 
 
 def test_what_comes_between_forward_and_backward() -> None:
@@ -217,7 +217,7 @@ def _copies() -> None:
         assert one is not None
         assert other is not None
         assert torch.equal(one, other)
-    assert sharded_state(twin).timeline.arena is not both.timeline.arena
+    assert sharded_state(twin).timeline.buffers.arena is not both.timeline.buffers.arena
 
 
 def test_a_copy_has_a_memory_of_its_own() -> None:
@@ -311,6 +311,7 @@ def _refusal() -> str:
 
 def test_a_bound_below_what_one_region_needs_is_refused() -> None:
     for message in pool.run(2, _refusal):
-        assert "ValueError: options['in_flight']: expected at least 2, because one region uses the units 'a' (256 B), 'b' (256 B) at once, got 1" in message
-
-
+        assert (
+            "ValueError: options['in_flight']: expected at least 2, because one region uses the units 'a' (256 B), "
+            "'b' (256 B) at once, got 1" in message
+        )

@@ -5,19 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fsdp_passes as fsdp
-from fsdp_passes.codegen.variants import Regions
-from fsdp_passes.runtime import collectives
-from fsdp_passes.sharding.state import sharded_state
 from tests.dist import pool
 from tests.dist.models import WIDTH, Block, Net, build, next_token_loss
 from tests.dist.recorded import Event, late_gathers, lives_of, most_live, recorded

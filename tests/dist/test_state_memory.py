@@ -88,7 +88,7 @@ def _checkpoint_bytes(folder: str) -> dict[str, dict[str, int]]:
 
 
 def _measured(call: Callable[[], Any]) -> dict[str, int]:
-    """What `call` adds to what is held, at its peak and after its end: gloo's thread lets go of buffers a moment later."""
+    """What `call` adds to what is held, at its peak and after its end: gloo's thread lets go a moment later."""
     meter = open_meter(torch.device("cpu"))
     meter.reset_peak()
     before = meter.live_bytes()

@@ -935,7 +935,9 @@ def _live_flat_buffers() -> dict[str, int]:
     def live() -> int:
         gc.collect()
         tensors = [each for each in gc.get_objects() if type(each) is Tensor and each.numel() == full_elems]
-        slots = {each.data_ptr() for each in sharded_state(model).timeline.arena.slots}  # kept for the next gather
+        slots = {
+            each.data_ptr() for each in sharded_state(model).timeline.buffers.arena.slots
+        }  # kept for the next gather
         return len({each.untyped_storage().data_ptr() for each in tensors} - slots)
 
     def settled() -> int:

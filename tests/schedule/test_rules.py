@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,15 @@ Schedule = tuple[tuple[Step, ...], ...]
 
 
 def mutants(steps: Schedule) -> Iterator[Schedule]:
-    """Each step that does not compute deleted, doubled, moved by one, or swapped with the next like it; places, too."""
+    """Each step that does not compute deleted, doubled, moved by one, or swapped with the next like it; places, too.
+
+    The first and the last step of a graph are moved to the one before, and after, unless they compute.
+    """
+    for call, (one, other) in enumerate(itertools.pairwise(steps)):
+        if other and not isinstance(other[0], Run | GradSlice | Accumulate):
+            yield *steps[:call], (*one, other[0]), other[1:], *steps[call + 2 :]
+        if one and not isinstance(one[-1], Run | GradSlice | Accumulate):
+            yield *steps[:call], one[:-1], (one[-1], *other), *steps[call + 2 :]
     for call, own in enumerate(steps):
         for at, step in enumerate(own):
             if isinstance(step, Run | GradSlice | Accumulate):
@@ -62,10 +71,14 @@ def _changes(step: Step) -> Iterator[Step]:
             yield replace(step, offset=step.offset - 4)
         yield replace(step, offset=None)
         yield replace(step, for_window=not step.for_window)
+    if isinstance(step, Gather):
+        yield replace(step, ahead=step.ahead + 1)
+        yield replace(step, ahead=step.ahead - 1)
     if isinstance(step, Gather) and step.kept_from is not None:
         yield replace(step, kept_from=None)
     if isinstance(step, WaitReduce):
         yield replace(step, ago=step.ago + 1)
+        yield replace(step, ago=step.ago - 1)
 
 
 def is_right(calls: Sequence[Call], steps: Schedule, in_flight: int | None, max_states: int = 20_000) -> bool:
