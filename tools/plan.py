@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 
 import fsdp_passes as fsdp
 from fsdp_passes.inspect.explain import Explanation
+from fsdp_passes.options import Options
 
 SIZES = {
     "layers": 80,
@@ -39,7 +40,16 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=positive, default=default)
     flags = parser.parse_args(argv)
-    flags.options = {"codegen": "fx", **dict(map(option, flags.options))}
+    try:
+        flags.options = {"codegen": "fx", **dict(map(option, flags.options))}
+        Options.parse(flags.options)
+    except ValueError as error:
+        parser.error(f"--options: {error}")
+    if flags.hidden % (2 * flags.heads) or flags.heads % flags.kv_heads:
+        sizes = f"--hidden {flags.hidden} --heads {flags.heads} --kv-heads {flags.kv_heads}"
+        parser.error(f"expected --hidden as a multiple of 2 x --heads, and --heads of --kv-heads, got {sizes}")
+    if flags.json and not flags.json.parent.is_dir():
+        parser.error(f"--json: expected a file in a folder that exists, got {flags.json}")
     return flags
 
 

@@ -27,7 +27,6 @@ from fsdp_passes.sharding.model import ShardedModel
 
 log = logging.getLogger(__name__)
 
-_COMMUNICATES = (Event, Gather, Reduce, Wait, WaitReduce)
 _MAX_CALLS = 1000  # of a round; a longer one is several, whose order is not worth knowing
 _MAX_ORDERS = 16
 
@@ -66,9 +65,10 @@ class Turn:
     def send_the_rest(self, error: Exception) -> bool:
         """Do all that the other ranks wait for in this graph, which `error` ended; whether it could be done.
 
-        Sums of gradients are reduced as they are. It cannot if the error is one of communication.
+        Sums of gradients are reduced as they are. It cannot if the error is one of communication; a gather that could
+        not be issued, for want of memory, is issued now.
         """
-        if isinstance(self.steps[self.position], _COMMUNICATES):
+        if isinstance(self.steps[self.position], Reduce | Wait | WaitReduce):
             return False
         log.warning(
             "fsdp_opt: %r ended a graph; what is left of its communication is done before that is raised", error
@@ -124,8 +124,10 @@ class Timeline:
             in_step = turn is not None and isinstance(error, Exception) and turn.send_the_rest(error)
             if not in_step:
                 self.abandon_round()
-            if call.model is not None and running_backward() is not None:  # which is over now
+            backward_is_over = running_backward() is not None
+            if call.model is not None and (backward_is_over or not in_step):
                 call.model.forget_forwards()
+            if backward_is_over:
                 self.end_round()
             for group in call.groups.values():
                 group.gradients.drop_blank_buffer()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 from fsdp_passes.ir.verify import VerifyError, lines_around
 from fsdp_passes.schedule.lifetime import BrokenSchedule, Life, Memory, results_of
-from fsdp_passes.schedule.plan import Call, Gather, GradSlice, Release, Run, Step
+from fsdp_passes.schedule.plan import Accumulate, Call, Gather, GradSlice, Reduce, Release, Run, Step
 from fsdp_passes.schedule.plan_text import step_line
 from fsdp_passes.schedule.races import accesses_are_ordered
 
@@ -126,15 +128,51 @@ def no_more_reductions_are_under_way_than_the_bound(memory: Memory, bound: float
             raise BrokenSchedule(each.issue, f"{under_way} reductions are under way, expected at most {bound}")
 
 
+def each_graph_does_what_its_plan_says(memory: Memory) -> None:
+    """Regions and writes are those of the graph's plan, in its order."""
+    computed: list[list[tuple[int, Step]]] = [[] for _ in memory.calls]
+    for position, (number, step) in enumerate(memory.steps):
+        if isinstance(step, Accumulate | GradSlice | Run):
+            computed[number].append((position, step))
+    for number, call in enumerate(memory.calls):
+        expected = [step for step in call.plan.steps if isinstance(step, Accumulate | GradSlice | Run)]
+        for found, other in zip_longest(computed[number], expected):
+            if found is None or found[1] != other:
+                at = len(memory.steps) - 1 if found is None else found[0]
+                raise BrokenSchedule(at, f"graph {number} does not compute what its plan says")
+
+
+def what_is_sent_is_what_plans_say(memory: Memory) -> None:
+    """Each buffer is of the shard, dtype and size that its graph's plan says, and so is each reduction."""
+    of_plans = ((number, step) for number, call in enumerate(memory.calls) for step in call.plan.steps)
+    expected = {(number, _content(step)) for number, step in of_plans if isinstance(step, Gather | Reduce)}
+    found = [(life.issue, (life.call + life.gather.ahead, _content(life.gather))) for life in memory.lives]
+    found += [(at, (number, step)) for at, (number, step) in enumerate(memory.steps) if isinstance(step, Reduce)]
+    for position, each in found:
+        if each not in expected:
+            raise BrokenSchedule(position, f"that is not what the plan of graph {each[0]} says")
+    for number, missing in expected - {each for _, each in found}:
+        raise BrokenSchedule(len(memory.steps) - 1, f"graph {number} lacks {step_line(missing)}")
+
+
+def _content(step: Gather | Reduce) -> Gather | Reduce:
+    """What is sent, but not when, and where to."""
+    if isinstance(step, Reduce):
+        return step
+    return replace(step, unit="", offset=None, ahead=0, kept_from=None, for_window=False)
+
+
 RULES: tuple[Callable[[Memory], None], ...] = (
     buffers_are_waited_for_once,
     buffers_are_let_go_once,
-    no_view_leaves_its_region,
     what_a_window_keeps_is_not_released,
     what_is_kept_is_what_was_there,
     live_buffers_do_not_overlap,
     sums_of_gradients_are_reduced_once,
     accesses_are_ordered,
+    each_graph_does_what_its_plan_says,
+    what_is_sent_is_what_plans_say,
+    no_view_leaves_its_region,
 )
 BOUNDS: tuple[Callable[[Memory, float], None], ...] = (
     no_more_units_are_live_than_the_bound,

@@ -15,6 +15,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,10 +104,18 @@ class GroupGradients:
             self.reduced.add_(reduction.piece)
         self.reduced_params |= reduction.params
 
-    def settle(self, params: set[int]) -> None:
-        """End the window. `params` got a gradient from some rank; only now `.grad` shows it and hooks see it."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left of the backwards of this window."""
+        return self.buffer is None and self.reduced is None and self._in_flight is None
+
+    def settle(self, params: set[int]) -> Callable[[], None]:
+        """End the window. `params` got a gradient from some rank; only now `.grad` shows it.
+
+        Returns what runs their hooks, which are the user's and may raise.
+        """
         if self.reduced is None:
-            return
+            return lambda: None
         mean, self.reduced, self.reduced_params = self._mean(self.reduced), None, set()
         shard = self.group.shard
         if shard.grad is None:
@@ -114,6 +123,9 @@ class GroupGradients:
         else:
             shard.grad.add_(mean)
         self.settled |= params
+        return partial(self._run_hooks, params)
+
+    def _run_hooks(self, params: set[int]) -> None:
         for index in sorted(params):
             for hook in list(self._post_hooks.get(index, {}).values()):
                 hook(self.group.params[index])
@@ -186,6 +198,8 @@ class GroupGradients:
         if index in self.settled:
             self.settled.discard(index)
             self.group.shard.grad = self._without(self.group.shard.grad, index, self.settled)
+        if self.is_empty:
+            self.group.model.forget_backwards()
 
     def _without(self, piece: Tensor | None, index: int, others: set[int]) -> Tensor | None:
         """`piece` with zeros for parameter `index`; None when no `others` have a gradient in it."""

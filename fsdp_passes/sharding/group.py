@@ -55,7 +55,7 @@ class FlatGroup:
 
     def _hold(self, shard: nn.Parameter) -> None:
         self.shard = shard
-        self._wire: tuple[int, Tensor] | None = None
+        self._wire: tuple[tuple[int, int], Tensor] | None = None
         self.params = [self._make_param(index) for index in range(len(self.names))]
         set_owner(shard, self)
 
@@ -119,11 +119,12 @@ class FlatGroup:
         return self.shard._version
 
     def wire_shard(self, dtype: torch.dtype) -> Tensor:
-        """The shard in `dtype`; a cast is made once per change of the shard (its version counter)."""
+        """The shard in `dtype`; a cast is made once a window, and per change of the shard (its version counter)."""
         if dtype == self.shard.dtype:
             return self.shard.detach()
-        if self._wire is None or self._wire[0] != self.version or self._wire[1].dtype != dtype:
-            self._wire = (self.version, self.shard.detach().to(dtype))
+        state = self.version, self.model.agreement.step
+        if self._wire is None or self._wire[0] != state or self._wire[1].dtype != dtype:
+            self._wire = (state, self.shard.detach().to(dtype))
             self.model.streams.gather.follow_compute()
         return self._wire[1]
 

@@ -34,6 +34,8 @@ class ShardedModel:
         self.input_dtype = input_dtype  # cast the root's floating inputs to it; None: leave them
         self.groups: list[FlatGroup] = []
         self.requires_sync = True
+        self.backwards = 0  # of the window, that came to their end
+        self._in_backward = False
         self.divide_factor: float | None = None
         self.deferred_units: frozenset[str] | None = None  # None: all
         self.reports: dict[object, None] = {}  # what the backend says of the graphs that ran, in order
@@ -64,7 +66,8 @@ class ShardedModel:
             self.requires_sync = before
 
     def reduce_after_backward(self) -> None:
-        """Ask autograd to call `end_backward` when the backward that runs now is over."""
+        """Ask autograd to call `end_backward` when the backward that runs now is over; it does not if that raises."""
+        self._in_backward = True
         queue_backward_callback(self.end_backward)
 
     def limit_accumulation(self, accumulate_bytes: int | None) -> None:
@@ -102,6 +105,8 @@ class ShardedModel:
 
         One full buffer at a time: there is nothing left to compute meanwhile.
         """
+        self.backwards += self._in_backward
+        self._in_backward = False
         for group in self.groups:
             group.gradients.finish_reduce()
         self.forget_forwards()
@@ -123,8 +128,10 @@ class ShardedModel:
             yield self._line_of_flags()
 
     def _line_of_flags(self) -> str:
+        """With what ranks must have in common, though it was not sent: a microbatch that one left out."""
         num_params = sum(len(group.params) for group in self.groups)
-        return f"all-reduce at the end of a synchronised backward ({num_params} parameters)"
+        of_window = f"{num_params} parameters, {self.backwards} backwards in its window"
+        return f"all-reduce at the end of a synchronised backward ({of_window})"
 
     def _settle(self) -> None:
         """Parameters without a gradient on any rank keep `.grad` None: one byte each, in one all-reduce."""
@@ -132,8 +139,17 @@ class ShardedModel:
         with self.agreement.waiting_for(self._line_of_flags()):
             on_some_rank = iter(any_rank(flags, self.device, self.process_group))
         self.agreement.step += 1
-        for group in self.groups:
-            group.gradients.settle({index for index in range(len(group.params)) if next(on_some_rank)})
+        self.backwards = 0
+        settled = [
+            group.gradients.settle({i for i in range(len(group.params)) if next(on_some_rank)}) for group in self.groups
+        ]
+        for run_hooks in settled:
+            run_hooks()
+
+    def forget_backwards(self) -> None:
+        """Those of the window do not count if nothing is left of them."""
+        if self.backwards and all(group.gradients.is_empty for group in self.groups):
+            self.backwards = 0
 
     def in_forward(self) -> bool:
         """Whether eager code computes with the parameters now: in a forward, or where backward recomputes one."""

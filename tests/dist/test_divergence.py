@@ -346,7 +346,7 @@ fsdp_passes: expected every rank to send the same, got
             _message(2, case),
             """\
 fsdp_passes: expected every rank to send the same, got
-    rank 0 in step 0: all-reduce at the end of a synchronised backward (12 parameters)
+    rank 0 in step 0: all-reduce at the end of a synchronised backward (12 parameters, 2 backwards in its window)
     rank 1 in step 0: forward gather of unit "0" (256 x float32, from 0.bias on)""",
         )
 
@@ -423,32 +423,60 @@ def test_a_rank_that_fails_in_a_graph_sends_what_the_others_wait_for(failing: in
         assert all(torch.equal(grads[name], other_grads[name]) for name in grads)
 
 
-def _lose_a_microbatch(accumulate_bytes: int | None, lost: int | None) -> list[dict[str, Tensor]]:
-    """Gradients of two windows; in the first of them rank 1 loses the gradients of a microbatch in backward."""
-    model: Any = fsdp.shard(build(lambda: nn.Sequential(*_blocks())), units=[Block])
-    run, grads = compiled(model, accumulate_bytes=accumulate_bytes), []
-    for window in range(2):
+def _train_windows(losing: str, keep: int, backend: str) -> tuple[list[str], list[dict[str, Tensor]]]:
+    """Errors, and gradients, of three windows of four microbatches, of which rank 1 loses one in the second window."""
+    model: Any = fsdp.shard(
+        build(lambda: nn.Sequential(*_blocks())), units=[Block], reshard_after_forward=losing != "stays"
+    )
+    run = compiled(model, keep_gathered_bytes=keep, in_flight=None) if backend == COMPILED else model
+    errors, grads = [], []
+    for window in range(3):
+        with pytest.raises(RuntimeError) if window == 1 and losing else contextlib.nullcontext() as raised:
+            for number in range(4):
+                loses = losing if (window, number, dist.get_rank()) == (1, 1, 1) else ""
+                with model.no_sync() if number < 3 else contextlib.nullcontext():
+                    _microbatch(run, loses)
+        errors.append("" if raised is None else str(raised.value))
+        if raised is None:
+            grads.append({name: grad for name, grad in full_grads(model).items() if grad is not None})
         model.zero_grad()
-        for number in range(4):
-            fails = (window, number, dist.get_rank()) == (0, lost, 1)
-            with model.no_sync() if number < 3 else contextlib.nullcontext():
-                loss = run(X).square().mean()
-                with _failing_region("bwd") if fails else contextlib.nullcontext():
-                    loss.backward()
-        grads.append({name: grad for name, grad in full_grads(model).items() if grad is not None})
-    return grads
+    return errors, grads
 
 
-@pytest.mark.parametrize("accumulate_bytes", [None, 0])
-@pytest.mark.parametrize("lost", [0, 2])
-def test_gradients_that_one_rank_loses_are_lost_on_all(accumulate_bytes: int | None, lost: int) -> None:
-    """Of eight microbatches on both ranks seven count, for each part of each parameter."""
-    expected, _ = pool.run(2, _lose_a_microbatch, accumulate_bytes, None)[0]
-    for first, second in pool.run(2, _lose_a_microbatch, accumulate_bytes, lost):
-        assert first.keys() == second.keys() == expected.keys()
-        for name, grad in expected.items():
-            torch.testing.assert_close(first[name], grad * 7 / 8)
-            torch.testing.assert_close(second[name], grad)
+def _microbatch(run: Any, loses: str) -> None:
+    with torch.no_grad() if loses == "evaluates" else contextlib.nullcontext():
+        loss = run(X).square().mean()
+    fails = loses == "fails in backward"
+    with _failing_region("bwd") if fails else contextlib.nullcontext():
+        if loses in ("", "fails in backward"):
+            loss.backward()
+
+
+LOSING = [
+    ("evaluates", 0, COMPILED),
+    ("evaluates", 1 << 20, COMPILED),
+    ("evaluates", 0, UNCOMPILED),
+    ("runs no backward", 0, UNCOMPILED),
+    ("runs no backward", 1 << 20, COMPILED),
+    ("fails in backward", 0, COMPILED),
+    ("fails in backward", 1 << 20, COMPILED),
+]
+
+
+@pytest.mark.parametrize(("losing", "keep", "backend"), LOSING)
+def test_a_microbatch_that_one_rank_loses_is_told_of_at_the_end_of_the_window(
+    losing: str, keep: int, backend: str
+) -> None:
+    """Though ranks send the same. Once all have called `zero_grad()` they go on."""
+    (_, expected), _ = pool.run(2, _train_windows, "", keep, backend)
+    for errors, grads in pool.run(2, _train_windows, losing, keep, backend):
+        assert errors[0] == errors[2] == ""
+        assert "rank 0 in step 1: all-reduce at the end of a synchronised backward (12 parameters, 4 back" in errors[1]
+        assert "rank 1 in step 1: all-reduce at the end of a synchronised backward (12 parameters, 3 back" in errors[1]
+        assert len(grads) == 2
+        for got, other in zip(grads, expected[::2], strict=True):
+            assert got.keys() == other.keys()
+            assert all(torch.equal(got[name], grad) for name, grad in other.items())
 
 
 def _compared_later() -> str:

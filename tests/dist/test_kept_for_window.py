@@ -137,8 +137,7 @@ BETWEEN = (
 )
 
 
-def _loss(blocks: Any, order: str = "0123") -> Tensor:
-    x = X
+def _loss(blocks: Any, order: str = "0123", x: Tensor = X) -> Tensor:
     for digit in order:
         x = blocks[int(digit)](x)
     return x.square().mean()
@@ -148,9 +147,9 @@ def _microbatch(blocks: Any, order: str = "0123") -> None:
     _loss(blocks, order).backward()
 
 
-def _four_blocks(keep: int) -> Any:
+def _four_blocks(keep: int, precision: fsdp.Precision | None = None) -> Any:
     torch.manual_seed(0)
-    blocks: Any = fsdp.shard(torch.nn.ModuleList(Block() for _ in range(4)), units=[Block])
+    blocks: Any = fsdp.shard(torch.nn.ModuleList(Block() for _ in range(4)), units=[Block], precision=precision)
     for block in blocks:
         block.compile(backend="fsdp_opt", options={"codegen": "fx", "keep_gathered_bytes": keep, "poison": True})
     return blocks
@@ -178,21 +177,22 @@ def test_what_comes_between_microbatches_is_seen() -> None:
             assert all(torch.equal(one, other) for one, other in zip(kept, without, strict=True))
 
 
-def _edit_between_windows(keep: int) -> list[float]:
+def _edit_between_windows(keep: int, dtype: torch.dtype) -> list[float]:
     """Losses, with edits of which torch's version counter knows nothing."""
-    blocks, losses = _four_blocks(keep), []
+    blocks, losses, x = _four_blocks(keep, fsdp.Precision(param=dtype)), [], X.to(dtype)
     for _ in range(4):
         with blocks.no_sync():
-            _microbatch(blocks)
-        loss = _loss(blocks)
+            _loss(blocks, x=x).backward()
+        loss = _loss(blocks, x=x)
         loss.backward()
         losses.append(loss.item())
         blocks[1].down.weight.local.data.mul_(2.0)
     return losses
 
 
-def test_a_window_begins_with_what_the_shards_are() -> None:
-    without, everything = (pool.run(2, _edit_between_windows, keep) for keep in (0, ALL))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_window_begins_with_what_the_shards_are(dtype: torch.dtype) -> None:
+    without, everything = (pool.run(2, _edit_between_windows, keep, dtype) for keep in (0, ALL))
     assert without == everything and len(set(without[0])) == 4
 
 

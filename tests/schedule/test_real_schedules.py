@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +15,12 @@ import fsdp_passes as fsdp
 from fsdp_passes.runtime.order import as_scheduled
 from fsdp_passes.runtime.timeline import Timeline
 from fsdp_passes.schedule.order import schedule
-from fsdp_passes.schedule.plan import Call
+from fsdp_passes.schedule.plan import Call, Gather, GradSlice, Reduce, Run, Step
 from fsdp_passes.schedule.plan_text import dump_plan, load_plan
 from fsdp_passes.sharding.state import sharded_state
 from tests.dist import pool
 from tests.dist.models import Net, build
-from tests.schedule.test_rules import is_accepted, is_right, mutants
+from tests.schedule.test_rules import Schedule, is_accepted, is_right, mutants
 
 TOKENS = torch.arange(10).view(2, 5)
 
@@ -57,12 +59,58 @@ def _learnt(name: str) -> list[tuple[str, dict[str, tuple[str, int]], frozenset[
     return [(dump_plan(call.plan), dict(call.owners), call.for_window) for call in as_scheduled(order.calls)]
 
 
+@functools.cache
+def learnt(name: str) -> list[Call]:
+    on_rank_0, on_rank_1 = pool.run(2, _learnt, name)
+    assert on_rank_0 == on_rank_1
+    return [Call(load_plan(text), *rest) for text, *rest in on_rank_0]
+
+
+def others(steps: Schedule) -> Iterator[Schedule]:
+    """They do something else than the graphs: they leave out, double, swap or change what is computed, or sent."""
+    for call, own in enumerate(steps):
+        shards = sorted({step.shard for step in own if isinstance(step, Gather)})
+        for at, step in enumerate(own):
+            later = next((i for i in range(at + 1, len(own)) if type(own[i]) is type(step)), at)
+            instead: list[list[Step]] = []
+            match step:
+                case Run():
+                    instead = [
+                        [],
+                        [step, step],
+                        [replace(step, drops=step.inputs)],
+                        [replace(step, region=step.region + 1)],
+                    ]
+                case GradSlice():
+                    instead = [[], [step, step], [replace(step, piece=step.piece + 1)]]
+                case Reduce():
+                    instead = [[replace(step, dtype=torch.bfloat16)], [replace(step, full_elems=step.full_elems // 2)]]
+                case Gather():
+                    another = next(shard for shard in [*shards, "none"] if shard != step.shard)
+                    instead = [[replace(step, shard=another)], [replace(step, dtype=torch.float16)]]
+                    instead += [
+                        [replace(step, full_elems=step.full_elems // 2)],
+                        [replace(step, reshard=not step.reshard)],
+                    ]
+            for each in (each for each in instead if each != [step]):
+                yield *steps[:call], (*own[:at], *each, *own[at + 1 :]), *steps[call + 1 :]
+            if isinstance(step, Run) and later != at:
+                swapped = list(own)
+                swapped[at], swapped[later] = own[later], own[at]
+                yield *steps[:call], tuple(swapped), *steps[call + 1 :]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_something_else_than_the_plans_is_refused(name: str) -> None:
+    steps, in_flight = schedule(learnt(name), MODELS[name][1]), MODELS[name][1]
+    accepted = [is_accepted(learnt(name), other, in_flight) for other in others(steps)]
+    assert len(accepted) > 50 and not any(accepted)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_not_refused_is_right(name: str) -> None:
     """The rules refuse a mutant where some order of the streams goes wrong, and only there."""
-    on_rank_0, on_rank_1 = pool.run(2, _learnt, name)
-    assert on_rank_0 == on_rank_1
-    calls, in_flight = [Call(load_plan(text), *rest) for text, *rest in on_rank_0], MODELS[name][1]
+    calls, in_flight = learnt(name), MODELS[name][1]
     steps = schedule(calls, in_flight)
     assert is_accepted(calls, steps, in_flight) and is_right(calls, steps, in_flight)
     verdicts = [is_accepted(calls, mutant, in_flight) for mutant in mutants(steps)]
