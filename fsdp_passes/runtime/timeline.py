@@ -122,13 +122,15 @@ class Timeline:
             yield turn
         except BaseException as error:
             in_step = turn is not None and isinstance(error, Exception) and turn.send_the_rest(error)
-            if not in_step:
-                self.abandon_round()
             backward_is_over = running_backward() is not None
             if call.model is not None and (backward_is_over or not in_step):
                 call.model.forget_forwards()
-            if backward_is_over:
+            if not in_step:
+                self.abandon_round()
+            elif backward_is_over:
                 self.end_round()
+                if call.model is not None:
+                    call.model.tell_of_failure(error)
             for group in call.groups.values():
                 group.gradients.drop_blank_buffer()
             raise

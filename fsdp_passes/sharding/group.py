@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_passes._compat import backward_reaches, running_backward, swap_contents
+from fsdp_passes._compat import backward_reaches, running_backward, swap_contents, warn_once
 from fsdp_passes.ir.ops import set_owner
 from fsdp_passes.runtime.agreement import Sent
 from fsdp_passes.runtime.collectives import another_group, issue_all_gather
@@ -23,6 +24,8 @@ from fsdp_passes.sharding.poison import poison
 
 if TYPE_CHECKING:
     from fsdp_passes.sharding.model import ShardedModel
+
+log = logging.getLogger(__name__)
 
 
 class FlatGroup:
@@ -209,6 +212,12 @@ class FlatGroup:
         self.model.reduce_after_backward()
         if self.is_reduced_by_graph():
             self.gradients.issue_reduce()
+        elif self.gradients.forwards > 1 and self.model.reduces(self.unit):
+            warn_once(
+                log,
+                "fsdp_opt: more than one forward awaited a backward, so that its gradients are held, and reduced when "
+                "it ends; if that is not meant, evaluate under torch.no_grad()",
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatGroup:
         """A group of its own on the same ranks; parameters copied with it stay its views."""

@@ -100,6 +100,13 @@ class ShardedModel:
         for group in self.groups:
             group.gradients.forwards = 0
 
+    def tell_of_failure(self, error: BaseException) -> None:
+        """`error`, which is raised here, ended the backward that runs now: say so where the others compare next."""
+        if self.requires_sync:
+            with contextlib.suppress(RuntimeError):
+                failure = f"nothing, because of a {type(error).__name__} in backward"
+                self.agreement.check([failure], host_waits=True)
+
     def end_backward(self) -> None:
         """Reduce every group that has something to reduce, in model order. Calling it again does nothing.
 

@@ -140,14 +140,6 @@ def fails_in_a_forward(blocks: Any, differs: bool) -> None:
     _train(blocks)
 
 
-def fails_in_a_backward(blocks: Any, differs: bool) -> None:
-    for _ in range(2):
-        _train(blocks)
-    with _failing_region("bwd") if differs else contextlib.nullcontext():
-        _train(blocks)
-    _train(blocks)
-
-
 @contextlib.contextmanager
 def _failing_region(direction: str, after: int = 0, fails: Callable[[], None] = lambda: None) -> Iterator[None]:
     """A region of `direction` fails once `after` others of it have run."""
@@ -260,7 +252,6 @@ CASES = (
         {"keep_gathered_bytes": 1 << 20},
     ),
     Case(fails_in_a_forward, COMPILED, ('step 2: backward gather of unit "0"', 'step 2: forward gather of unit "0"')),
-    Case(fails_in_a_backward, COMPILED, ('step 2: reduce-scatter of unit "1"', 'step 2: forward gather of unit "0"')),
     pytest.param(
         Case(
             clips,
@@ -477,6 +468,41 @@ def test_a_microbatch_that_one_rank_loses_is_told_of_at_the_end_of_the_window(
         for got, other in zip(grads, expected[::2], strict=True):
             assert got.keys() == other.keys()
             assert all(torch.equal(got[name], grad) for name, grad in other.items())
+
+
+def _fail_in_backward(compile_whole: bool, rank: int | None) -> tuple[list[str], float, dict[str, Tensor]]:
+    """What ended backwards; after how long; and gradients of a later one, once both ranks have discarded the others."""
+    model: Any = fsdp.shard(build(lambda: nn.Sequential(*_blocks())), units=[Block])
+    run, errors = compiled(model), []
+    if not compile_whole:
+        run = model
+        for block in model:
+            block.compile(backend=COMPILED, options={"codegen": "fx"})
+    for window in range(4):
+        model.zero_grad()
+        fails, start = window == 2 and rank in (None, dist.get_rank()), time.monotonic()
+        with _failing_region("bwd", after=1) if fails else contextlib.nullcontext():
+            try:
+                run(X).square().mean().backward()
+            except RuntimeError as error:
+                errors.append(str(error))
+                took = time.monotonic() - start
+    return errors, took if errors else 0.0, {n: grad for n, grad in full_grads(model).items() if grad is not None}
+
+
+@pytest.mark.parametrize("compile_whole", [True, False])
+def test_a_backward_that_fails_on_one_rank_is_told_of_on_the_others(compile_whole: bool) -> None:
+    """That rank raises its own error; if all fail alike, each raises its own."""
+    for rank, told in ((1, 0), (None, None)):
+        outcomes = pool.run(2, _fail_in_backward, compile_whole, rank)
+        for number, (errors, took, grads) in enumerate(outcomes):
+            assert len(errors) == (number == told)
+            assert took < PROMISED_S
+            if errors:
+                assert "rank 1 in step 2: nothing, because of a KeyError in backward" in errors[0]
+                assert "rank 0 in step 2: " in errors[0]
+            assert grads.keys() == outcomes[0][2].keys() and len(grads) == 9
+            assert all(torch.equal(outcomes[0][2][name], grad) for name, grad in grads.items())
 
 
 def _compared_later() -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fsdp_passes as fsdp
 from fsdp_passes.codegen.variants import Regions
 from fsdp_passes.runtime import timeline
+from fsdp_passes.sharding import group
 from fsdp_passes.sharding.state import sharded_state
 from tests.dist import pool
 from tests.dist.models import WIDTH, Block, build, full_grads, relative_error
@@ -138,6 +139,23 @@ def _interrupted() -> None:
 
 def test_what_comes_between_forward_and_backward() -> None:
     pool.run(2, _interrupted)
+
+
+def _forgotten(times: int) -> list[str]:
+    """What was warned of, when forwards that run `times` before each backward are forgotten."""
+    both, warned = Both(), list[str]()
+    with mock.patch.object(group, "warn_once", lambda log, message: warned.append(message)):
+        for _ in range(3):
+            for _ in range(times):
+                _forward(both.sharded)
+            both.do(_train("0123"))
+    return warned
+
+
+def test_a_forgotten_forward_is_told_of() -> None:
+    assert pool.run(2, _forgotten, 0) == [[], []]
+    for warned in pool.run(2, _forgotten, 1):
+        assert len(warned) == 12 and "evaluate under torch.no_grad()" in warned[0]
 
 
 def _edits() -> list[str]:

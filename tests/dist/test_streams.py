@@ -12,7 +12,7 @@ import torch
 
 import fsdp_passes as fsdp
 from fsdp_passes.codegen.variants import Regions
-from fsdp_passes.runtime import collectives, timeline
+from fsdp_passes.runtime import buffers, collectives
 from fsdp_passes.runtime.streams import Stream, Streams
 from fsdp_passes.sharding.grad_buffer import GradBuffer
 from fsdp_passes.sharding.group import FlatGroup
@@ -56,7 +56,7 @@ def recorded(streams: Streams) -> Iterator[Log]:
             (collectives, "_all_gather", "gather"),
             (collectives, "_reduce_scatter", "reduce"),
             (Regions, "__call__", "run"),
-            (timeline, "poison", "release"),
+            (buffers, "poison", "release"),
             (GradBuffer, "take", "sum"),
         ):
             patches.enter_context(mock.patch.object(owner, name, logged(what, getattr(owner, name))))
