@@ -22,16 +22,21 @@ from fsdp_passes.runtime.collectives import Done, another_group, is_dry_run, num
 _MOST_UNCOMPARED = 10_000  # lines, where the host does not wait: evaluations are compared now and then, too
 
 
+class LostRank(RuntimeError):
+    """Another rank has ended, or is too late."""
+
+
 class Agreement:
     """Between the ranks of one sharded model; among one rank, or without ranks, nothing is compared.
 
     step: synchronised backwards of the model, and of copies of it, that ended.
+    differences: comparisons that failed; on all ranks, so that each can forget what others may not know.
     """
 
     def __init__(self, ranks: dist.ProcessGroup | None = None, at_once: bool = True) -> None:
         self._ranks, self._at_once = ranks, at_once
         self._uncompared: list[str] = []
-        self.step = 0
+        self.step = self.differences = 0
 
     @classmethod
     def among(cls, group: dist.ProcessGroup, device: torch.device) -> Agreement:
@@ -65,8 +70,10 @@ class Agreement:
         """What is waited for inside is `what`, a line as for `check`: RuntimeError names it if that fails."""
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as lost:
-            raise RuntimeError(
+            raise LostRank(
                 f"fsdp_passes: rank {dist.get_rank()}, in step {self.step}, waited for the {what}, which failed: "
                 "another rank has ended, or is later than the process group's timeout"
             ) from lost
@@ -77,10 +84,11 @@ class Agreement:
                 return
             of_ranks = objects_of_ranks((self.step, lines), ranks)
         except RuntimeError as lost:
-            raise RuntimeError(
+            raise LostRank(
                 f"fsdp_passes: rank {dist.get_rank()}, in step {self.step}, is about to send: {lines[0]}. It waited "
                 "for the other ranks to say the same, but one has ended, or is later than the process group's timeout"
             ) from lost
+        self.differences += 1
         raise RuntimeError(difference(dict(zip(dist.get_process_group_ranks(ranks), of_ranks, strict=True))))
 
 

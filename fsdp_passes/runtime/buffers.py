@@ -64,14 +64,15 @@ class Buffers:
 
     def wait(self, key: Key) -> Tensor:
         """The buffer, with the values that the shard has now."""
-        gathered = self._live.pop(key)
+        gathered = self._live[key]
         group, full, step = gathered.group, gathered.full, gathered.step
         gathered.sent.wait()
         if gathered.is_stale:
             group.gather_into(full)
         now = replace(gathered, sent=Done(), version=group.version)
-        if step.offset is not None:
-            self._live[key] = now
+        self._live[key] = now
+        if step.offset is None:
+            del self._live[key]
         if step.for_window:
             self._kept[group, step.dtype] = now
         return full

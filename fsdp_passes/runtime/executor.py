@@ -67,6 +67,8 @@ class Executor:
         call = GraphCall(self.plan, groups, self._settings, self._schedule)
         slots: dict[str, GradSlot] = {}
         with Timeline.of(call.model).turn(call) as turn:
+            if not self._regions.complete:
+                self._regions.compile(_variants(self.plan, values))
             for step in turn:
                 self._do(step, turn, values, slots)
         return tuple(values[out] if isinstance(out, str) else out for out in self.plan.outputs)
@@ -89,14 +91,12 @@ class Executor:
                 _accumulate(step, values)
 
     def _announce(self, groups: Collection[FlatGroup], values: dict[str, Any]) -> None:
-        """Tell the models what is about to run, and have the regions ready."""
+        """Tell the models what is about to run."""
         for group in groups:
             group.model.reports[self._report] = None
             if self.plan.trains:
                 group.model.limit_accumulation(self._settings.accumulate_bytes)
                 group.expect_backward()
-        if not self._regions.complete:
-            self._regions.compile(_variants(self.plan, values))
 
     def _run(self, step: Run, values: dict[str, Any], slots: dict[str, GradSlot]) -> None:
         """`slots` are those that this region writes; they are marked as written, and forgotten."""

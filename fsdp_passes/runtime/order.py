@@ -50,6 +50,11 @@ class GraphCall:
         return next((group.model for group in self.groups.values()), None)
 
     @property
+    def models(self) -> tuple[ShardedModel, ...]:
+        """Those of all its shards, each once."""
+        return tuple({id(group.model): group.model for group in self.groups.values()}.values())
+
+    @property
     def limits(self) -> tuple[int | None, int]:
         """On units that are gathered at once, and on bytes that are kept for a window."""
         return self.settings.in_flight, self.settings.keep_gathered_bytes

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from fsdp_passes._compat import queue_backward_callback, running_backward, warn_once
+from fsdp_passes.runtime.agreement import LostRank
 from fsdp_passes.runtime.buffers import Buffers
 from fsdp_passes.runtime.order import GraphCall, Order
 from fsdp_passes.schedule.plan import Event, Gather, Reduce, Step, Wait, WaitReduce
@@ -65,10 +66,9 @@ class Turn:
     def send_the_rest(self, error: Exception) -> bool:
         """Do all that the other ranks wait for in this graph, which `error` ended; whether it could be done.
 
-        Sums of gradients are reduced as they are. It cannot if the error is one of communication; a gather that could
-        not be issued, for want of memory, is issued now.
+        Sums of gradients are reduced as they are. What lacked memory is tried again.
         """
-        if isinstance(self.steps[self.position], Reduce | Wait | WaitReduce):
+        if isinstance(error, LostRank):
             return False
         log.warning(
             "fsdp_opt: %r ended a graph; what is left of its communication is done before that is raised", error
@@ -94,6 +94,7 @@ class Timeline:
     _calls: list[GraphCall] = field(default_factory=list)  # of the round that is under way
     _expected: Order | None = None
     _known: dict[tuple[object, ...], Order] = field(default_factory=dict)  # by the first call
+    _differences: int = 0  # between ranks, that were there when these were learnt
 
     @classmethod
     def of(cls, model: ShardedModel | None) -> Timeline:
@@ -122,15 +123,15 @@ class Timeline:
             yield turn
         except BaseException as error:
             in_step = turn is not None and isinstance(error, Exception) and turn.send_the_rest(error)
-            backward_is_over = running_backward() is not None
-            if call.model is not None and (backward_is_over or not in_step):
-                call.model.forget_forwards()
             if not in_step:
                 self.abandon_round()
-            elif backward_is_over:
-                self.end_round()
-                if call.model is not None:
-                    call.model.tell_of_failure(error)
+            if running_backward() is not None or not in_step:
+                for model in call.models:
+                    model.forget_forwards()
+            if running_backward() is not None and in_step and call.model is not None:
+                with contextlib.suppress(LostRank):  # the first error is the one to be told
+                    self.end_round()
+                call.model.tell_of_failure(error)
             for group in call.groups.values():
                 group.gradients.drop_blank_buffer()
             raise
@@ -138,6 +139,7 @@ class Timeline:
     def _begin(self, call: GraphCall) -> Turn:
         if call.model is None:
             return Turn(self, 0, call.plan.steps)
+        self._forget_after_difference(call, call.model)
         if running_backward() is not None:
             queue_backward_callback(self.end_round)
         elif self._calls and self._calls[0].key == call.key:
@@ -157,6 +159,16 @@ class Timeline:
         steps = order.steps_of(number, call) if order else call.plan.steps
         call.model.agreement.check(self._lines(number, steps))
         return Turn(self, number, steps)
+
+    def _forget_after_difference(self, call: GraphCall, model: ShardedModel) -> None:
+        """Ranks that differed may know other orders, and keep other buffers: all begin anew."""
+        if self._differences != model.agreement.differences:
+            self._differences = model.agreement.differences
+            self.abandon_round()
+            self._known.clear()
+            self.buffers.drop()
+            self.buffers.drop_kept(unless_by=None, poisons=call.settings.poison)
+            model.forget_forwards()
 
     def _lines(self, number: int, steps: Sequence[Step]) -> Iterator[str]:
         """What `steps` of call `number` send: all of it is decided before the first of them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -143,15 +144,16 @@ def each_graph_does_what_its_plan_says(memory: Memory) -> None:
 
 
 def what_is_sent_is_what_plans_say(memory: Memory) -> None:
-    """Each buffer is of the shard, dtype and size that its graph's plan says, and so is each reduction."""
+    """Each buffer and reduction is of the shard, dtype and size that its graph's plan says, and none is missing."""
     of_plans = ((number, step) for number, call in enumerate(memory.calls) for step in call.plan.steps)
-    expected = {(number, _content(step)) for number, step in of_plans if isinstance(step, Gather | Reduce)}
+    left = Counter((number, _content(step)) for number, step in of_plans if isinstance(step, Gather | Reduce))
     found = [(life.issue, (life.call + life.gather.ahead, _content(life.gather))) for life in memory.lives]
     found += [(at, (number, step)) for at, (number, step) in enumerate(memory.steps) if isinstance(step, Reduce)]
     for position, each in found:
-        if each not in expected:
-            raise BrokenSchedule(position, f"that is not what the plan of graph {each[0]} says")
-    for number, missing in expected - {each for _, each in found}:
+        if not left[each]:
+            raise BrokenSchedule(position, f"the plan of graph {each[0]} does not say that, or not so often")
+        left[each] -= 1
+    for number, missing in left.elements():
         raise BrokenSchedule(len(memory.steps) - 1, f"graph {number} lacks {step_line(missing)}")
 
 

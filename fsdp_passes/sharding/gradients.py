@@ -15,7 +15,6 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +49,7 @@ class GroupGradients:
         self.differentiated = False  # by a graph since the last reduction, with or without a gradient
         self.reduced: Tensor | None = None
         self.reduced_params: set[int] = set()  # with a gradient in `reduced`; other ranks were not asked yet
+        self._unsettled: set[int] = set()  # with a gradient in `reduced`, of this rank or perhaps of another
         self.settled: set[int] = set()  # with a gradient in shard.grad
         self.forwards = 0  # differentiated forwards since the last backward ended
         self._in_flight: _Reduction | None = None
@@ -103,29 +103,25 @@ class GroupGradients:
         else:
             self.reduced.add_(reduction.piece)
         self.reduced_params |= reduction.params
+        self._unsettled |= self.group.trained
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is left of the backwards of this window."""
         return self.buffer is None and self.reduced is None and self._in_flight is None
 
-    def settle(self, params: set[int]) -> Callable[[], None]:
-        """End the window. `params` got a gradient from some rank; only now `.grad` shows it.
-
-        Returns what runs their hooks, which are the user's and may raise.
-        """
+    def settle(self, params: set[int]) -> None:
+        """End the window. `params` got a gradient from some rank; only now `.grad` shows it and hooks see it."""
         if self.reduced is None:
-            return lambda: None
-        mean, self.reduced, self.reduced_params = self._mean(self.reduced), None, set()
+            return
+        mean, self.reduced = self._mean(self.reduced), None
+        self.reduced_params, self._unsettled = set(), set()
         shard = self.group.shard
         if shard.grad is None:
             shard.grad = mean
         else:
             shard.grad.add_(mean)
         self.settled |= params
-        return partial(self._run_hooks, params)
-
-    def _run_hooks(self, params: set[int]) -> None:
         for index in sorted(params):
             for hook in list(self._post_hooks.get(index, {}).values()):
                 hook(self.group.params[index])
@@ -168,8 +164,8 @@ class GroupGradients:
         return (written and index not in self.group.frozen) or self._is_unsettled(index)
 
     def _is_unsettled(self, index: int) -> bool:
-        """Whether the parameter's reduction was issued, but its window is not over."""
-        return index in self.reduced_params or (self._in_flight is not None and index in self._in_flight.params)
+        """Whether the parameter's reduction was issued, but its window is not over: some rank may have a gradient."""
+        return index in self._unsettled or (self._in_flight is not None and index in self.group.trained)
 
     def set_trained(self, index: int, trained: bool) -> None:
         if self.buffer is not None or self.reduced is not None:
@@ -189,12 +185,14 @@ class GroupGradients:
 
     def _discard(self, index: int) -> None:
         if self.buffer is not None:
-            self.buffer.written.discard(self.group.layout.pieces[index])
-            self.buffer = self.buffer if self.buffer.written else None
+            pieces = self.group.layout.pieces
+            self.buffer.written.discard(pieces[index])
+            self.buffer = self.buffer if any(pieces[i] in self.buffer.written for i in self.group.trained) else None
         if self._is_unsettled(index):
             self.finish_reduce()
             self.reduced_params.discard(index)
-            self.reduced = self._without(self.reduced, index, self.reduced_params)
+            self._unsettled.discard(index)
+            self.reduced = self._without(self.reduced, index, self._unsettled)
         if index in self.settled:
             self.settled.discard(index)
             self.group.shard.grad = self._without(self.group.shard.grad, index, self.settled)

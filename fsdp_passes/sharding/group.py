@@ -215,8 +215,8 @@ class FlatGroup:
         elif self.gradients.forwards > 1 and self.model.reduces(self.unit):
             warn_once(
                 log,
-                "fsdp_opt: more than one forward awaited a backward, so that its gradients are held, and reduced when "
-                "it ends; if that is not meant, evaluate under torch.no_grad()",
+                "fsdp_opt: several forwards of a unit ran before one backward: its gradients are held until that ends. "
+                "If one of them was an evaluation, run it under torch.no_grad()",
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatGroup:
@@ -228,6 +228,7 @@ class FlatGroup:
         twin._own(shard)
         memo.update((id(mine), theirs) for mine, theirs in zip(self.params, twin.params, strict=True))
         twin.model = copy.deepcopy(self.model, memo)
+        twin.model.backwards = 0  # nothing of them is copied
         return twin
 
 

@@ -96,13 +96,13 @@ class ShardedModel:
         return self.requires_sync or not self.defers(unit)
 
     def forget_forwards(self) -> None:
-        """The backward that runs now is over: no forward awaits another."""
+        """No forward awaits a backward any more."""
         for group in self.groups:
             group.gradients.forwards = 0
 
     def tell_of_failure(self, error: BaseException) -> None:
-        """`error`, which is raised here, ended the backward that runs now: say so where the others compare next."""
-        if self.requires_sync:
+        """`error`, which is raised here, ended the backward that runs now: say so if the others compare at its end."""
+        if self.requires_sync and any(group.wants_gradient() for group in self.groups):
             with contextlib.suppress(RuntimeError):
                 failure = f"nothing, because of a {type(error).__name__} in backward"
                 self.agreement.check([failure], host_waits=True)
@@ -147,11 +147,15 @@ class ShardedModel:
             on_some_rank = iter(any_rank(flags, self.device, self.process_group))
         self.agreement.step += 1
         self.backwards = 0
-        settled = [
-            group.gradients.settle({i for i in range(len(group.params)) if next(on_some_rank)}) for group in self.groups
-        ]
-        for run_hooks in settled:
-            run_hooks()
+        of_hooks: list[Exception] = []
+        for group in self.groups:
+            params = {index for index in range(len(group.params)) if next(on_some_rank)}
+            try:
+                group.gradients.settle(params)
+            except Exception as error:  # the other groups' windows are over, too
+                of_hooks.append(error)
+        if of_hooks:
+            raise of_hooks[0]
 
     def forget_backwards(self) -> None:
         """Those of the window do not count if nothing is left of them."""

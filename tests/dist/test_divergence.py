@@ -24,6 +24,7 @@ from fsdp_passes.codegen.variants import Regions
 from fsdp_passes.runtime import agreement
 from fsdp_passes.runtime.agreement import Agreement, difference
 from fsdp_passes.runtime.collectives import another_group
+from fsdp_passes.sharding.state import sharded_state
 from tests.dist import pool
 from tests.dist.models import build, compiled, full_grads
 
@@ -470,39 +471,87 @@ def test_a_microbatch_that_one_rank_loses_is_told_of_at_the_end_of_the_window(
             assert all(torch.equal(got[name], grad) for name, grad in other.items())
 
 
-def _fail_in_backward(compile_whole: bool, rank: int | None) -> tuple[list[str], float, dict[str, Tensor]]:
-    """What ended backwards; after how long; and gradients of a later one, once both ranks have discarded the others."""
+def _fail_in_backward(
+    compile_whole: bool, options: dict[str, Any], window: int | None, rank: int | None
+) -> tuple[list[str], float, dict[str, Tensor]]:
+    """What ended backwards; after how long; and gradients of a later one, once both ranks have discarded the others.
+
+    Of `window` None no backward fails, of `rank` None those of all ranks.
+    """
     model: Any = fsdp.shard(build(lambda: nn.Sequential(*_blocks())), units=[Block])
-    run, errors = compiled(model), []
-    if not compile_whole:
-        run = model
-        for block in model:
-            block.compile(backend=COMPILED, options={"codegen": "fx"})
-    for window in range(4):
+    run, errors, took = compiled(model, **options) if compile_whole else model, [], 0.0
+    for block in [] if compile_whole else model:
+        block.compile(backend=COMPILED, options={"codegen": "fx", **options})
+    for number in range(5):
         model.zero_grad()
-        fails, start = window == 2 and rank in (None, dist.get_rank()), time.monotonic()
+        fails, start = number == window and rank in (None, dist.get_rank()), time.monotonic()
         with _failing_region("bwd", after=1) if fails else contextlib.nullcontext():
             try:
                 run(X).square().mean().backward()
             except RuntimeError as error:
                 errors.append(str(error))
                 took = time.monotonic() - start
-    return errors, took if errors else 0.0, {n: grad for n, grad in full_grads(model).items() if grad is not None}
+    return errors, took, {name: grad for name, grad in full_grads(model).items() if grad is not None}
 
 
+@pytest.mark.parametrize("options", [{}, {"keep_gathered_bytes": 1 << 20}], ids=["", "keep"])
 @pytest.mark.parametrize("compile_whole", [True, False])
-def test_a_backward_that_fails_on_one_rank_is_told_of_on_the_others(compile_whole: bool) -> None:
-    """That rank raises its own error; if all fail alike, each raises its own."""
-    for rank, told in ((1, 0), (None, None)):
-        outcomes = pool.run(2, _fail_in_backward, compile_whole, rank)
+def test_a_backward_that_fails_on_one_rank_is_told_of_on_the_others(
+    compile_whole: bool, options: dict[str, Any]
+) -> None:
+    """That rank raises its own error; if all fail alike, each raises its own. Once discarded, nothing is left of it."""
+    expected = pool.run(2, _fail_in_backward, compile_whole, options, None, None)[0][2]
+    for window, rank, told in ((0, 1, 0), (3, 1, 0), (3, None, None)):
+        outcomes = pool.run(2, _fail_in_backward, compile_whole, options, window, rank)
         for number, (errors, took, grads) in enumerate(outcomes):
             assert len(errors) == (number == told)
             assert took < PROMISED_S
             if errors:
-                assert "rank 1 in step 2: nothing, because of a KeyError in backward" in errors[0]
-                assert "rank 0 in step 2: " in errors[0]
-            assert grads.keys() == outcomes[0][2].keys() and len(grads) == 9
-            assert all(torch.equal(outcomes[0][2][name], grad) for name, grad in grads.items())
+                assert f"rank 1 in step {window}: nothing, because of a KeyError in backward" in errors[0]
+                assert f"rank 0 in step {window}: " in errors[0]
+            assert grads.keys() == expected.keys() and len(grads) == 9
+            assert all(torch.equal(grads[name], grad) for name, grad in expected.items())
+
+
+def _skip_a_unit_and_go_on(keep: int, differs: bool) -> tuple[int, dict[str, Tensor]]:
+    """How often ranks differed, and gradients of the last window: one unit is skipped by rank 1 in one before."""
+    blocks, differences = _sharded(COMPILED, keep_gathered_bytes=keep), 0
+    for number in range(5):
+        blocks.zero_grad()
+        skips = differs and number == 2 and dist.get_rank() == 1
+        try:
+            with blocks.no_sync():
+                for _ in range(2):
+                    _train(blocks, "02" if skips else "012")
+            _train(blocks)
+        except RuntimeError:
+            differences += 1
+    return differences, {name: grad for name, grad in full_grads(blocks).items() if grad is not None}
+
+
+@pytest.mark.parametrize("keep", [0, 1 << 20])
+def test_ranks_that_differed_can_go_on_once_they_discard(keep: int) -> None:
+    expected = pool.run(2, _skip_a_unit_and_go_on, keep, False)[0][1]
+    for differences, grads in pool.run(2, _skip_a_unit_and_go_on, keep, True):
+        assert differences == 1
+        assert all(torch.equal(grads[name], grad) for name, grad in expected.items()) and len(grads) == 9
+
+
+def _discard_with_a_frozen_parameter() -> None:
+    for backend in (COMPILED, UNCOMPILED):
+        blocks = _sharded(backend)
+        blocks[1].bias.requires_grad_(False)
+        with blocks.no_sync():
+            _train(blocks)
+        state = sharded_state(blocks)
+        assert state.backwards == 1
+        blocks.zero_grad()
+        assert state.backwards == 0 and all(group.gradients.is_empty for group in state.groups)
+        blocks[1].bias.requires_grad_(True)
+
+
+def test_nothing_is_left_once_gradients_are_discarded() -> None:
+    pool.run(2, _discard_with_a_frozen_parameter)
 
 
 def _compared_later() -> str:

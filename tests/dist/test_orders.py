@@ -155,7 +155,7 @@ def _forgotten(times: int) -> list[str]:
 def test_a_forgotten_forward_is_told_of() -> None:
     assert pool.run(2, _forgotten, 0) == [[], []]
     for warned in pool.run(2, _forgotten, 1):
-        assert len(warned) == 12 and "evaluate under torch.no_grad()" in warned[0]
+        assert len(warned) == 12 and "run it under torch.no_grad()" in warned[0]
 
 
 def _edits() -> list[str]:

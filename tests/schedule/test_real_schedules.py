@@ -15,7 +15,7 @@ import fsdp_passes as fsdp
 from fsdp_passes.runtime.order import as_scheduled
 from fsdp_passes.runtime.timeline import Timeline
 from fsdp_passes.schedule.order import schedule
-from fsdp_passes.schedule.plan import Call, Gather, GradSlice, Reduce, Run, Step
+from fsdp_passes.schedule.plan import Call, Gather, GradSlice, Reduce, Run, Step, WaitReduce
 from fsdp_passes.schedule.plan_text import dump_plan, load_plan
 from fsdp_passes.sharding.state import sharded_state
 from tests.dist import pool
@@ -84,7 +84,11 @@ def others(steps: Schedule) -> Iterator[Schedule]:
                 case GradSlice():
                     instead = [[], [step, step], [replace(step, piece=step.piece + 1)]]
                 case Reduce():
-                    instead = [[replace(step, dtype=torch.bfloat16)], [replace(step, full_elems=step.full_elems // 2)]]
+                    instead = [
+                        [step, WaitReduce(step.shard), step],
+                        [replace(step, dtype=torch.bfloat16)],
+                        [replace(step, full_elems=step.full_elems // 2)],
+                    ]
                 case Gather():
                     another = next(shard for shard in [*shards, "none"] if shard != step.shard)
                     instead = [[replace(step, shard=another)], [replace(step, dtype=torch.float16)]]
