@@ -117,29 +117,35 @@ class Timeline:
     @contextlib.contextmanager
     def turn(self, call: GraphCall) -> Iterator[Turn]:
         """`call` runs now. An exception in what it computes leaves this rank in step with the others."""
+        if call.model is None:
+            yield Turn(self, 0, call.plan.steps)
+            return
         turn = None
         try:
-            turn = self._begin(call)
+            turn = self._begin(call, call.model)
             yield turn
         except BaseException as error:
-            in_step = turn is not None and isinstance(error, Exception) and turn.send_the_rest(error)
-            if not in_step:
-                self.abandon_round()
-            if running_backward() is not None or not in_step:
-                for model in call.models:
-                    model.forget_forwards()
-            if running_backward() is not None and in_step and call.model is not None:
-                with contextlib.suppress(LostRank):  # the first error is the one to be told
-                    self.end_round()
-                call.model.tell_of_failure(error)
-            for group in call.groups.values():
-                group.gradients.drop_blank_buffer()
+            self._end_by(error, turn, call, call.model)
             raise
 
-    def _begin(self, call: GraphCall) -> Turn:
-        if call.model is None:
-            return Turn(self, 0, call.plan.steps)
-        self._forget_after_difference(call, call.model)
+    def _end_by(self, error: BaseException, turn: Turn | None, call: GraphCall, model: ShardedModel) -> None:
+        """Stay in step with the other ranks if that is possible; in a backward, tell them."""
+        in_step = turn is not None and isinstance(error, Exception) and turn.send_the_rest(error)
+        in_backward = running_backward() is not None
+        if not in_step:
+            self.abandon_round()
+        if in_backward or not in_step:
+            for each in call.models:
+                each.forget_forwards()
+        if in_backward and in_step:
+            with contextlib.suppress(LostRank):  # `error` is the one to be raised
+                self.end_round()
+            model.tell_of_failure(error)
+        for group in call.groups.values():
+            group.gradients.drop_blank_buffer()
+
+    def _begin(self, call: GraphCall, model: ShardedModel) -> Turn:
+        self._forget_after_difference(call, model)
         if running_backward() is not None:
             queue_backward_callback(self.end_round)
         elif self._calls and self._calls[0].key == call.key:
@@ -152,12 +158,12 @@ class Timeline:
         self._calls.append(call)
         if self._expected is not None and not self._expected.goes_on_with(self._calls):
             self._leave_order(self._expected)
-        self.buffers.drop_kept(unless_by=(self._expected, call.model.agreement.step), poisons=call.settings.poison)
+        self.buffers.drop_kept(unless_by=(self._expected, model.agreement.step), poisons=call.settings.poison)
         number, order = len(self._calls) - 1, self._expected
         device = next(iter(call.groups.values())).shard.device
         self.buffers.arena.reserve(order.nbytes if order else call.plan.arena_bytes, device)
         steps = order.steps_of(number, call) if order else call.plan.steps
-        call.model.agreement.check(self._lines(number, steps))
+        model.agreement.check(self._lines(number, steps))
         return Turn(self, number, steps)
 
     def _forget_after_difference(self, call: GraphCall, model: ShardedModel) -> None:
