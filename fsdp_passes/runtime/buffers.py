@@ -70,9 +70,10 @@ class Buffers:
         if gathered.is_stale:
             group.gather_into(full)
         now = replace(gathered, sent=Done(), version=group.version)
-        self._live[key] = now
         if step.offset is None:
             del self._live[key]
+        else:
+            self._live[key] = now
         if step.for_window:
             self._kept[group, step.dtype] = now
         return full

@@ -108,13 +108,14 @@ def as_scheduled(calls: Sequence[GraphCall]) -> list[Call]:
         for group, unit in zip(groups, unit_names(groups), strict=True)
     }
     own = [Call(call.plan, {shard: owners[id(each)] for shard, each in call.groups.items()}) for call in calls]
+    parts_of = [_parts(call) for call in own]
     bytes_of: Counter[str] = Counter()
-    for (unit, _), _, nbytes in dict.fromkeys(part for call in own for part in _parts(call).values()):
+    for (unit, _), _, nbytes in dict.fromkeys(part for parts in parts_of for part in parts.values()):
         bytes_of[unit] += nbytes
     kept = choose_units(bytes_of, calls[0].settings.keep_gathered_bytes)
     return [
-        replace(call, for_window=frozenset(buffer for buffer, part in _parts(call).items() if part[0][0] in kept))
-        for call in own
+        replace(call, for_window=frozenset(buffer for buffer, ((unit, _), *_) in parts.items() if unit in kept))
+        for call, parts in zip(own, parts_of, strict=True)
     ]
 
 

@@ -23,14 +23,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fsdp_passes.schedule.arena import place
-from fsdp_passes.schedule.lifetime import Lifetime, Memory
+from fsdp_passes.schedule.lifetime import Life, Lifetime, Memory
 from fsdp_passes.schedule.live_bytes import peak_of
 from fsdp_passes.schedule.plan import (
     Call,
     Event,
     Gather,
     GradSlice,
-    Owner,
     Plan,
     Reduce,
     Release,
@@ -141,22 +140,27 @@ class _Line:
         memory = Memory.of(calls, [call.plan.steps for call in calls])
         for life in sorted(memory.lives, key=lambda life: life.waits[0]):
             for_window = life.gather.buffer in calls[life.call].for_window
-            use = line._use(life.call, life.owner, life.gather, place_of[life.waits[0]], for_window)
+            use = line._use(life, place_of[life.waits[0]], for_window)
             if life.ends:
                 use.released.add(life.gather.buffer)
                 use.end = max(place_of[life.ends[0]], use.end or 0)
         return line
 
-    def _use(self, call: int, owner: Owner, gather: Gather, wait: int, for_window: bool) -> Use:
-        """The use of which `gather` is a part: waits that follow each other, for one unit, are one use."""
+    def _use(self, life: Life, wait: int, for_window: bool) -> Use:
+        """The use of which `life` is a part: waits that follow each other, for one unit, are one use."""
         last = self.uses[-1] if self.uses else None
-        follows = last is not None and last.start + len(last.gathers) == wait and last.call == call
-        part = owner[1], gather.dtype
-        is_new = last is None or not follows or last.unit != owner[0] or part in last.gathers
-        if last is None or is_new or last.for_window or for_window:
-            last = Use(owner[0], call, wait, for_window)
+        unit, group = life.owner
+        part = group, life.gather.dtype
+        goes_on = (
+            last is not None
+            and (last.call, last.unit, last.start + len(last.gathers)) == (life.call, unit, wait)
+            and part not in last.gathers
+            and not (last.for_window or for_window)
+        )
+        if last is None or not goes_on:
+            last = Use(unit, life.call, wait, for_window)
             self.uses.append(last)
-        last.gathers[part] = gather
+        last.gathers[part] = life.gather
         return last
 
 
